@@ -61,7 +61,7 @@ class Sum(NamedTuple):
         x, inverse_steps: the values, and the factors that turn them into codes.
         out: memory for the frame. It overlaps no other tensor of the call.
         frames: frames whose codes are added. Each has as many codes as `x` has elements.
-        first: number of the first value, counted from the noise's first element.
+        first: number of the first block of SCALE_BLOCK values, counted from the noise's first block.
     """
 
     x: Tensor
@@ -174,7 +174,7 @@ class Backend(ABC):
             x, inverse_steps, out, frames, first = each
             if sealed:
                 require_seals(frames)
-            noise_here = noise and noise.from_element(first)
+            noise_here = noise and noise.from_block(first)
             if len(frames) > 1:
                 nbytes.append(self.encode_codes(self._added_up(each, noise), coding, out))
             elif frames:
@@ -208,7 +208,7 @@ class Backend(ABC):
         """Codes of a sum, in memory that the next call overwrites."""
         x, inverse_steps, _, frames, first = sum
         codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
-        self.quantize(x, inverse_steps, codes, noise and noise.from_element(first))
+        self.quantize(x, inverse_steps, codes, noise and noise.from_block(first))
         for frame in frames:
             self.decode_codes(frame, codes, add=True)
         return codes

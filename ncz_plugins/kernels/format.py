@@ -129,11 +129,11 @@ class Noise(NamedTuple):
 
     seed: int  # below 2**64
     call: int  # below 2**32
-    shift: int = 0  # below 2**32; added to each random number, modulo 2**32; different on each rank
-    first: int = 0  # number of the first element
+    shift: int = 0  # below 2**32, different on each rank: random numbers move by this share of their range
+    first: int = 0  # number of the first block of SCALE_BLOCK elements
 
-    def from_element(self, number: int) -> Noise:
-        """Noise of the elements from this number on."""
+    def from_block(self, number: int) -> Noise:
+        """Noise of the blocks of SCALE_BLOCK elements from this number on."""
         return self._replace(first=self.first + number)
 
     @property

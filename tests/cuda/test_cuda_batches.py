@@ -79,7 +79,7 @@ def sums_of(counts: list[int], inputs: int, dtype=torch.float32) -> list[Sum]:
         added = [
             encode(REFERENCE, values_of(count, 10 * i + j, dtype), inverse_steps, c) for j, c in enumerate(codings)
         ]
-        sums.append(Sum(values_of(count, 99 + i, dtype), inverse_steps, buffer(count), added, first=1000 * i))
+        sums.append(Sum(values_of(count, 99 + i, dtype), inverse_steps, buffer(count), added, first=8 * i))
     return sums
 
 
@@ -197,7 +197,7 @@ def sums_of_pages(counts: list[int], dtype=torch.float32) -> list[Sum]:
         x, added = values_of(count, count, dtype), values_of(count, count + 1, dtype)
         frame = encode(REFERENCE, added, steps, Coding(Coder.HUFFMAN, predictor))
         assert not count or frame[5] == ON_GPUS[Coder.HUFFMAN]
-        sums.append(Sum(x, steps, torch.empty_like(x), [frame], first=count))
+        sums.append(Sum(x, steps, torch.empty_like(x), [frame], first=blocks_of(count)))
     return sums
 
 

@@ -18,7 +18,7 @@ from ncz_plugins.kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes, ra
 
 FAST = kernels.load(next(name for name, status in kernels.statuses().items() if status == "ok"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)
+NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 7)
 SHAPES = [
     (0, 2, 0),
     (1, 3, RATE_BLOCK),

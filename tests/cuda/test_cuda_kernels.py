@@ -63,7 +63,7 @@ SEEDS = (0, 1)  # of the emulator: orders in which threads and blocks run
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.AUTO)
 ASKED = [Coding(coder, predictor) for coder, predictor in itertools.product(CODERS, Predictor)]
 ONE_PASS = [Coding(Coder.FIXED, Predictor.NONE), Coding(Coder.FIXED, Predictor.DELTA)]
-NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)
+NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 7)
 MARK = 0xA5
 
 

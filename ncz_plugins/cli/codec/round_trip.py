@@ -138,9 +138,9 @@ def codes_of(codec: QuantizingCodec, index: int) -> Tensor:
     """Codes of one frame, int32, 1-D."""
     elements = codec.layout.frame(0, index)
     codes = torch.empty(elements.stop - elements.start, dtype=torch.int32, device="cpu")
-    inverse_steps = codec.scales.inverse_steps[codec.layout.frame_steps(0, index)]
-    noise = codec.noise and codec.noise.from_element(elements.start)
-    codec.backend.quantize(codec.source[elements], inverse_steps, codes, noise)
+    steps = codec.layout.frame_steps(0, index)
+    noise = codec.noise and codec.noise.from_block(steps.start)
+    codec.backend.quantize(codec.source[elements], codec.scales.inverse_steps[steps], codes, noise)
     return codes
 
 

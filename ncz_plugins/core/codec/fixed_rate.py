@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import Backend
-from ...kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes, rate_blocks_of
+from ...kernels.format import RATE_BLOCK, SCALE_BLOCK, Noise, Rows, packed_bytes, rate_blocks_of
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from .coded_tensor import Codec, CodedTensor
@@ -53,7 +53,7 @@ class FixedRateCodec(Codec):
         tensor: the tensors to encode and to decode into.
         bits: bits of a code.
         counters: receive the seconds spent on coding.
-        noise: random numbers of a stochastic quantizer, beginning at element 0 of the layout; None: round to nearest.
+        noise: random numbers of a stochastic quantizer, beginning at the layout's first block; None: round to nearest.
         divisor: sums are divided by it.
         synchronize: returns once the device has finished all work; the default returns at once.
     """
@@ -68,9 +68,12 @@ class FixedRateCodec(Codec):
     _magnitudes: list[Tensor] = field(default_factory=list)  # at most one, for `remainder`; shared with `for_segments`
 
     def for_segments(self, segments: range) -> FixedRateCodec:
-        start = self.layout.elements(segments).start
-        noise = self.noise and self.noise.from_element(start)
-        return replace(self, tensor=self.tensor.for_segments(segments), noise=noise)
+        return replace(self, tensor=self.tensor.for_segments(segments), noise=self._noise_from(segments.start))
+
+    def _noise_from(self, segment: int) -> Noise | None:
+        """Random numbers of the segments from this one on. Each begins a new block."""
+        blocks = segment * rate_blocks_of(self.layout.lengths[0])
+        return self.noise and self.noise.from_block(blocks * (RATE_BLOCK // SCALE_BLOCK))
 
     def finish(self) -> None:
         self.synchronize()
@@ -107,7 +110,7 @@ class FixedRateCodec(Codec):
         blocks_of_row = max(1, rate_blocks_of(rows.elements))
         with span("encode", self.source.data.nbytes * rows.blocks // blocks_of_row, self.counters):
             packed = self._new_bytes(rows.count * rows.blocks * packed_bytes(self.bits))
-            noise = self.noise and self.noise.from_element(self.source.start)
+            noise = self._noise_from(self.source.start // max(1, self.layout.lengths[0]))
             self.backend.pack(self.source.data, rows, magnitudes, self.bits, packed, noise)
         return packed
 

@@ -207,7 +207,7 @@ class QuantizingCodec(TensorCodec):
 
     Attributes:
         scales: the quantization steps that all ranks share.
-        noise: random numbers of a stochastic quantizer, beginning at element 0 of the layout; None: round to nearest.
+        noise: random numbers of a stochastic quantizer, beginning at the layout's first step; None: round to nearest.
     """
 
     sums_to_output = True
@@ -237,9 +237,9 @@ class QuantizingCodec(TensorCodec):
         self.device.submit(job)
 
     def for_segments(self, segments: range) -> QuantizingCodec:
-        start = self.layout.elements(segments).start
-        noise = self.noise and self.noise.from_element(start)
-        return replace(super().for_segments(segments), scales=self.scales[self.layout.steps_of(segments)], noise=noise)
+        steps = self.layout.steps_of(segments)
+        noise = self.noise and self.noise.from_block(steps.start)
+        return replace(super().for_segments(segments), scales=self.scales[steps], noise=noise)
 
     def remainder(self, segments: range) -> Window:
         """Replace this rank's values by what quantization loses: each value minus the value of its code.
@@ -256,8 +256,9 @@ class QuantizingCodec(TensorCodec):
             for index in range(self.layout.frames):
                 elements = self.layout.frame(segment, index)
                 x, n = self.source[elements], elements.stop - elements.start
-                inverse_steps = self.scales.inverse_steps[self.layout.frame_steps(segment, index)]
-                noise = self.noise and self.noise.from_element(elements.start)
+                steps = self.layout.frame_steps(segment, index)
+                inverse_steps = self.scales.inverse_steps[steps]
+                noise = self.noise and self.noise.from_block(steps.start)
                 if n:
                     self.backend.quantize(x, inverse_steps, codes[:n], noise)
                     self.backend.dequantize(codes[:n], 1 / inverse_steps, decoded[:n])
@@ -267,9 +268,8 @@ class QuantizingCodec(TensorCodec):
     def _write(self, batch, buffers):
         sums = []
         for (segment, index, frames), buffer in zip(batch, buffers):
-            elements = self.layout.frame(segment, index)
-            inverse_steps = self.scales.inverse_steps[self.layout.frame_steps(segment, index)]
-            sums.append(Sum(self.source[elements], inverse_steps, buffer, frames, elements.start))
+            elements, steps = self.layout.frame(segment, index), self.layout.frame_steps(segment, index)
+            sums.append(Sum(self.source[elements], self.scales.inverse_steps[steps], buffer, frames, steps.start))
         return self.backend.encode_sums(sums, self.coding, self.noise, self.checksum)
 
     def read(self, segment, index, frame):
@@ -284,7 +284,7 @@ class QuantizingCodec(TensorCodec):
         """What the kernels are told about a sum that is decoded to the output: the sum, and its scales."""
         elements, steps = self.layout.frame(segment, index), self.layout.frame_steps(segment, index)
         x, inverse_steps = self.source[elements], self.scales.inverse_steps[steps]
-        return Sum(x, inverse_steps, self.output[elements], frames, elements.start), self.scales.scales[steps]
+        return Sum(x, inverse_steps, self.output[elements], frames, steps.start), self.scales.scales[steps]
 
 
 @dataclass

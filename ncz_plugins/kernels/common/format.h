@@ -47,6 +47,9 @@ constexpr int RATE_BLOCK = 256;
 
 constexpr uint32_t HAS_CHECKSUM = 1, SPOILED = 2;
 constexpr uint32_t CHECKSUM_KEY = 0x9E3779B1;
+constexpr uint32_t RANDOM_OF_BLOCK = 0x9E3779B9, RANDOM_OF_FOUR = 0x2C1B3C6D;  // numbers that are hashed
+constexpr uint32_t RANDOM_FIRST = 0x7FEB352D, RANDOM_SECOND = 0x846CA68B, RANDOM_THIRD = 0xC2B2AE35;  // multipliers
+constexpr int FOURS = 32;  // of four elements each in a block that has one step
 
 constexpr unsigned DIRECT = 128;
 constexpr unsigned BITS_IN_TOKEN = 2;
@@ -94,7 +97,7 @@ struct Coding {
     int32_t coder, predictor;
     SelectorCosts costs;
 };
-struct Noise {
+struct Noise {  // format.Noise
     uint64_t key, first;
     uint32_t shift;
 };
@@ -148,22 +151,19 @@ NCZ_FUNCTION int64_t chunks_of(int64_t count) { return (count + ncz::CHUNK - 1) 
 // Blocks that have a quantization step each.
 NCZ_FUNCTION int64_t scale_blocks_of(int64_t count) { return (count + ncz::SCALE_BLOCK - 1) / ncz::SCALE_BLOCK; }
 
-// Where the hash of an element's number begins.
-NCZ_FUNCTION uint32_t hash_start(const ncz::Noise& noise, uint32_t low, uint32_t high) {
-    return low + high * 0x9E3779B9u + uint32_t(noise.key);
+// Random numbers of four neighbouring elements, as ../reference/values.py specifies them: those with number `four` in the
+// block of SCALE_BLOCK elements with number `block`, of which the lower 32 bits count.
+NCZ_FUNCTION uint32_t random_start(const ncz::Noise& noise, uint64_t block, uint32_t four) {
+    return uint32_t(block) * ncz::RANDOM_OF_BLOCK + four * ncz::RANDOM_OF_FOUR + uint32_t(noise.key);
 }
 
-// The rest of it. Two rounds of multiplying and shifting, with constants that Wellons found by search ("Prospecting for
-// hash functions", 2018), the key's halves added before each.
-NCZ_FUNCTION uint32_t hashed(const ncz::Noise& noise, uint32_t x) {
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = ((x ^ x >> 15) + uint32_t(noise.key >> 32)) * 0x846CA68Bu;
-    return (x ^ x >> 16) + noise.shift;
-}
-
-// The random number of an element.
-NCZ_FUNCTION uint32_t random_word(const ncz::Noise& noise, uint32_t low, uint32_t high) {
-    return hashed(noise, hash_start(noise, low, high));
+// From there to the words that two of them have each.
+NCZ_FUNCTION void random_words(const ncz::Noise& noise, uint32_t start, uint32_t& first, uint32_t& second) {
+    uint32_t x = (start ^ start >> 16) * ncz::RANDOM_FIRST;
+    x = (x ^ x >> 15 ^ uint32_t(noise.key >> 32)) * ncz::RANDOM_SECOND;
+    uint32_t shift = (noise.shift >> 16) * 0x10001u;  // of both halves
+    first = x + shift;
+    second = (x << 8 | x >> 24) * ncz::RANDOM_THIRD + shift;
 }
 
 // Bits per symbol of a RAW frame whose largest symbol has `bits`.

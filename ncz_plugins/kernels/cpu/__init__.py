@@ -190,7 +190,7 @@ class CpuBackend(HostBackend):
         [frame] = frames
         count, (*values, _) = _values(x, inverse_steps)
         floats = *values, _per_block(scales, "scales", x.dtype, count), count, address(out, "out", x.dtype, count)
-        noise, scratch = _noise(noise and noise.from_element(first)), self._working_memory()
+        noise, scratch = _noise(noise and noise.from_block(first)), self._working_memory()
         _check(self._decode_sum(*_bytes(frame), *floats, noise, scratch), frame, count)
 
     def _added_up(self, sum, noise):
@@ -198,7 +198,7 @@ class CpuBackend(HostBackend):
         count, floats = _values(x, inverse_steps)
         codes, scratch = _scratch.of("sum", count, torch.int32), self._working_memory(frames=_FRAMES_TOGETHER)
         values = *floats, address(codes, "codes", torch.int32, count)
-        noise = _noise(noise and noise.from_element(first))
+        noise = _noise(noise and noise.from_block(first))
         for at in range(0, max(1, len(frames)), _FRAMES_TOGETHER):
             some = frames[at : at + _FRAMES_TOGETHER]
             pointers = (_POINTER * len(some))(*(_bytes(frame)[0] for frame in some))

@@ -120,23 +120,30 @@ inline void dequantize8(__m256i codes, double scale, double* out) {
     four(_mm256_extracti128_si256(codes, 1), out + 4);
 }
 
-// Rounds up with a probability of the fraction. `random`: 24 random bits above 8 others for each.
+// floor(scaled + u), the sum not rounded. `random`: u for each, a number from 0 to 1, times 2**32; as integers with a sign they
+// are from -1/2 to 1/2, and 1 less where they are negative. What rounding to nearest leaves of a number is exact, and has that
+// range, too: so it is compared once.
 template <class T>
 inline __m256i quantize8(const T* x, float inverse_step, __m256i random) {
-    __m256 scaled = clamped8(x, inverse_step), floor = _mm256_floor_ps(scaled);
-    __m256 uniform = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(random, 8)), _mm256_set1_ps(0x1p-24f));
-    __m256 is_up = _mm256_cmp_ps(uniform, _mm256_sub_ps(scaled, floor), _CMP_LT_OQ);
-    return _mm256_sub_epi32(_mm256_cvttps_epi32(floor), _mm256_castps_si256(is_up));
+    __m256 scaled = clamped8(x, inverse_step);
+    __m256i code = _mm256_cvtps_epi32(scaled);
+    __m256 rest = _mm256_sub_ps(scaled, _mm256_cvtepi32_ps(code));
+    __m256 less_u = _mm256_mul_ps(_mm256_cvtepi32_ps(random), _mm256_set1_ps(-0x1p-32f));
+    __m256i is_down = _mm256_castps_si256(_mm256_cmp_ps(rest, less_u, _CMP_LT_OQ));
+    return _mm256_add_epi32(_mm256_sub_epi32(code, _mm256_srai_epi32(random, 31)), is_down);
 }
 
 inline __m256i quantize8(const double* x, double inverse_step, __m256i random) {
     auto four = [inverse_step](const double* x, __m128i random) {
-        __m256d scaled = clamped4(x, inverse_step), floor = _mm256_floor_pd(scaled);
-        __m256d uniform = _mm256_mul_pd(_mm256_cvtepi32_pd(_mm_srli_epi32(random, 8)), _mm256_set1_pd(0x1p-24));
-        __m256d is_up = _mm256_cmp_pd(uniform, _mm256_sub_pd(scaled, floor), _CMP_LT_OQ);
-        return _mm256_cvttpd_epi32(_mm256_add_pd(floor, _mm256_and_pd(is_up, _mm256_set1_pd(1))));
+        __m256d scaled = clamped4(x, inverse_step);
+        __m256d code = _mm256_round_pd(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        __m256d less_u = _mm256_mul_pd(_mm256_cvtepi32_pd(random), _mm256_set1_pd(-0x1p-32));
+        __m256d is_down = _mm256_cmp_pd(_mm256_sub_pd(scaled, code), less_u, _CMP_LT_OQ);
+        __m256d lower = _mm256_sub_pd(code, _mm256_and_pd(is_down, _mm256_set1_pd(1)));
+        return _mm256_cvttpd_epi32(lower);
     };
-    return _mm256_set_m128i(four(x + 4, _mm256_extracti128_si256(random, 1)), four(x, _mm256_castsi256_si128(random)));
+    __m256i codes = _mm256_set_m128i(four(x + 4, _mm256_extracti128_si256(random, 1)), four(x, _mm256_castsi256_si128(random)));
+    return _mm256_sub_epi32(codes, _mm256_srai_epi32(random, 31));
 }
 
 // ------------------------------------------------------------------ blocks
@@ -149,6 +156,12 @@ struct Block {
 template <class Function>
 inline Block block_of(Function function) {
     return {{function(0), function(1), function(2), function(3)}};
+}
+
+// The same 16 bytes in both halves of a register.
+template <class... Byte>
+inline __m256i twice(Byte... bytes) {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(char(bytes)...));
 }
 
 inline __m256i load_eight(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -170,9 +183,31 @@ inline Block quantize_block(const T* x, Scale inverse_step) {
     return block_of([&](int k) { return quantize8(x + 8 * k, inverse_step); });
 }
 
+// Random numbers, in the upper 24 bits, of 32 elements from element number `first` on, a multiple of 32. Eight hashes are for four each. The
+// even ones are in the lower half of a register: so their words, side by side, lie where their elements are.
+inline Block random_block(const ncz::Noise& noise, int64_t first) {
+    auto times = [](__m256i x, uint32_t y) { return _mm256_mullo_epi32(x, _mm256_set1_epi32(int32_t(y))); };
+    auto plus = [](__m256i x, uint32_t y) { return _mm256_add_epi32(x, _mm256_set1_epi32(int32_t(y))); };
+    uint64_t block = noise.first + uint64_t(first / ncz::SCALE_BLOCK);
+    uint32_t start = random_start(noise, block, uint32_t(first % ncz::SCALE_BLOCK / 4));
+    __m256i x = plus(times(_mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), ncz::RANDOM_OF_FOUR), start);
+    x = times(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), ncz::RANDOM_FIRST);
+    __m256i key = _mm256_set1_epi32(int32_t(noise.key >> 32));
+    x = times(_mm256_xor_si256(key, _mm256_xor_si256(x, _mm256_srli_epi32(x, 15))), ncz::RANDOM_SECOND);
+    __m256i rotated = _mm256_shuffle_epi8(x, twice(3, 0, 1, 2, 7, 4, 5, 6, 11, 8, 9, 10, 15, 12, 13, 14));
+    uint32_t shift = (noise.shift >> 16) * 0x10001u;  // of both halves
+    __m256i words = plus(x, shift), others = plus(times(rotated, ncz::RANDOM_THIRD), shift);
+    __m256i lower = _mm256_unpacklo_epi32(words, others), upper = _mm256_unpackhi_epi32(words, others);
+    // The upper 24 bits of a word, and of one with its halves exchanged.
+    __m256i of_first = twice(-1, 1, 2, 3, -1, 3, 0, 1, -1, 5, 6, 7, -1, 7, 4, 5);
+    __m256i of_second = twice(-1, 9, 10, 11, -1, 11, 8, 9, -1, 13, 14, 15, -1, 15, 12, 13);
+    return {{_mm256_shuffle_epi8(lower, of_first), _mm256_shuffle_epi8(lower, of_second),
+             _mm256_shuffle_epi8(upper, of_first), _mm256_shuffle_epi8(upper, of_second)}};
+}
+
 template <class T, class Scale>
-inline Block quantize_block(const T* x, Scale inverse_step, const uint32_t* random) {
-    return block_of([&](int k) { return quantize8(x + 8 * k, inverse_step, load_eight(random + 8 * k)); });
+inline Block quantize_block(const T* x, Scale inverse_step, const Block& random) {
+    return block_of([&](int k) { return quantize8(x + 8 * k, inverse_step, random.eights[k]); });
 }
 
 template <bool is_streamed, class T, class Scale>

@@ -3,6 +3,7 @@
 //
 //     Block, load_block, store_block, add_blocks    32 codes, residuals or symbols; to and from int32
 //     quantize_block, dequantize_block              floats and codes; streamed floats go past the caches
+//     random_block                                  random numbers, their upper 24 bits, by which floats become codes
 //     can_stream, end_streaming                     whether they may go to an address; puts them before later stores
 //     Delta                                         codes and residuals
 //     zigzag, unzigzag                              residuals and symbols
@@ -22,7 +23,6 @@
 #include "../common/format.h"
 #include "huffman_decoder.h"
 #include "huffman_encoder.h"
-#include "noise.h"
 #include "rans.h"
 #include "select.h"
 #include "symbols.h"
@@ -156,25 +156,24 @@ template <class T, class Scale>
 class StochasticSource {
   public:
     StochasticSource(const T* x, const Scale* inverse_steps, const Noise& noise)
-        : x_(x), inverse_steps_(inverse_steps), random_(noise) {}
+        : x_(x), inverse_steps_(inverse_steps), noise_(noise) {}
     void seek(int64_t first) { element_ = first; }
     void begin(int64_t c, int) { seek(c * CHUNK); }
     Block next(int n) {
         const T* from = x_ + element_;
         Scale inverse_step = inverse_steps_[element_ / SCALE_BLOCK];
         prefetch<READ>(from, BLOCK);
-        uint32_t words[BLOCK];
-        random_.of_block(element_, words);
+        Block random = random_block(noise_, element_);
         element_ += n;
-        return n == BLOCK ? quantize_block(from, inverse_step, words)
-                          : quantize_block(Padded<T>(from, n).values, inverse_step, words);
+        return n == BLOCK ? quantize_block(from, inverse_step, random)
+                          : quantize_block(Padded<T>(from, n).values, inverse_step, random);
     }
 
   private:
     const T* x_;
     const Scale* inverse_steps_;
     int64_t element_ = 0;
-    RandomWords random_;
+    Noise noise_;
 };
 
 // From so many bytes on, decoded floats are streamed: through the caches, a processor reads memory before it writes there.

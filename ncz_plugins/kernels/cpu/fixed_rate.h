@@ -44,7 +44,6 @@ void block_magnitudes(const T* x, const Rows& rows, uint16_t* magnitudes) {
 template <class T>
 void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bits, const Noise* noise, uint8_t* out) {
     float levels = float((1 << (bits - 1)) - 1);
-    RandomWords random(noise ? *noise : Noise{});
     PackedBlock packed;
     for_each_block(rows, [&](const ScaleBlock& block, int64_t number) {
         uint8_t* to = out + number * int64_t(PackedBlock::size(bits));
@@ -62,9 +61,8 @@ void pack(const T* x, const Rows& rows, const uint16_t* magnitudes, unsigned bit
                 if (n) padded = Padded<T>(from, n);
                 from = padded.values;
             }
-            uint32_t words[BLOCK];
-            if (noise) random.of_block(block.begin + first, words);
-            Block codes = noise ? quantize_block(from, inverse_step, words) : quantize_block(from, inverse_step);
+            Block codes = noise ? quantize_block(from, inverse_step, random_block(*noise, block.scale * RATE_BLOCK + first))
+                                : quantize_block(from, inverse_step);
             pack_block(zigzag(codes), bits, packed.at(first, bits));
         }
         packed.store(to, bits);

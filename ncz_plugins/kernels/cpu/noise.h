@@ -5,24 +5,18 @@
 
 namespace {
 
-class RandomWords {
-  public:
-    explicit RandomWords(const ncz::Noise& noise) : noise_(noise) {}
-
-    // Of 32 elements from element number `first` of the call on.
-    void of_block(int64_t first, uint32_t (&words)[ncz::BLOCK]) const {
-        uint64_t element = noise_.first + uint64_t(first);
-        uint32_t low = uint32_t(element), high = uint32_t(element >> 32);
-        if (low + (ncz::BLOCK - 1) < low) {  // the upper half changes within the block
-            for (uint32_t i = 0; i < ncz::BLOCK; ++i) words[i] = random_word(noise_, low + i, high + (low + i < low));
-            return;
+// Of 32 elements from element number `first` of a call on, a multiple of 32: their upper 24 bits.
+inline void random_numbers(const ncz::Noise& noise, int64_t first, uint32_t (&numbers)[ncz::BLOCK]) {
+    uint64_t block = noise.first + uint64_t(first / ncz::SCALE_BLOCK);
+    uint32_t four = uint32_t(first % ncz::SCALE_BLOCK / 4);
+    for (uint32_t i = 0; i < ncz::BLOCK / 4; ++i) {
+        uint32_t words[2];
+        random_words(noise, random_start(noise, block, four + i), words[0], words[1]);
+        for (uint32_t k = 0; k < 2; ++k) {
+            numbers[4 * i + 2 * k] = words[k] & ~0xffu;
+            numbers[4 * i + 2 * k + 1] = (words[k] << 16 | words[k] >> 16) & ~0xffu;
         }
-        uint32_t start = hash_start(noise_, low, high);
-        for (uint32_t i = 0; i < ncz::BLOCK; ++i) words[i] = hashed(noise_, start + i);
     }
-
-  private:
-    ncz::Noise noise_;
-};
+}
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "bits.h"
 #include "../common/floats.h"
 #include "../common/format.h"
+#include "noise.h"
 
 namespace {
 
@@ -77,13 +78,13 @@ inline uint64_t bits_at(unsigned place, uint64_t word) {
 inline int32_t round_to_code(float scaled) { return int32_t(lrintf(clamped(scaled))); }
 inline int32_t round_to_code(double scaled) { return int32_t(lrint(clamped(scaled))); }
 
-// Up with a probability of the fraction: if that is more than the upper 24 bits of `random`.
+// floor(scaled + u), the sum not rounded. `random`: u, a number from 0 to 1, times 2**32.
 template <class Float>
 inline int32_t round_at_random(Float scaled, uint32_t random) {
     scaled = clamped(scaled);
-    int32_t code = int32_t(scaled);  // towards zero
-    code -= Float(code) > scaled;
-    return code + (Float(int32_t(random >> 8)) * Float(0x1p-24) < scaled - Float(code));
+    int32_t code = int32_t(scaled);  // towards zero, so that the difference is exact
+    Float rest = scaled - Float(code), less_u = Float(int32_t(random >> 8)) * Float(-0x1p-24);
+    return code + (rest >= 1 + less_u) - (rest < less_u);
 }
 
 struct Block {
@@ -125,9 +126,15 @@ inline Block quantize_block(const T* x, Scale inverse_step) {
     return block_of([&](int i) { return round_to_code(widen(x[i]) * inverse_step); });
 }
 
+inline Block random_block(const ncz::Noise& noise, int64_t first) {
+    uint32_t numbers[ncz::BLOCK];
+    random_numbers(noise, first, numbers);
+    return block_of([&](int i) { return numbers[i]; });
+}
+
 template <class T, class Scale>
-inline Block quantize_block(const T* x, Scale inverse_step, const uint32_t* random) {
-    return block_of([&](int i) { return round_at_random(widen(x[i]) * inverse_step, random[i]); });
+inline Block quantize_block(const T* x, Scale inverse_step, const Block& random) {
+    return block_of([&](int i) { return round_at_random(widen(x[i]) * inverse_step, uint32_t(random.values[i])); });
 }
 
 template <bool is_streamed, class T, class Scale>

@@ -136,7 +136,7 @@ def inputs_table(rows: list[tuple]) -> Table:
 def pieces_table(rows: list[tuple]) -> Table:
     """Table ncz::Pieces, with a piece for each frame of a launch. Raises WrongTensor.
 
-    Each row: (values, steps, codes, frame, sum, scales, first element, count, first chunk, first input, inputs).
+    Each row: (values, steps, codes, frame, sum, scales, first scale block, count, first chunk, first input, inputs).
     """
     for row in rows:
         _check_piece(row, rows[0])

@@ -63,9 +63,9 @@ NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opene
     if (piece.inputs == 1 && opened.statuses[piece.first_input].header.coder == HUFFMAN32) {
         auto put_of = [&](int64_t page) {
             int64_t at = page * PAGE + lane() * RUN;
-            auto source = source_of(piece);
-            return PutSums<decltype(source)>{source, at, source.rows(at), static_cast<Element*>(piece.sum) + at,
-                                             static_cast<const Scale*>(piece.scales) + page * PAGE_ROWS};
+            auto rows = source_of(piece).rows(at);
+            return PutSums<decltype(rows)>{rows, static_cast<Element*>(piece.sum) + at,
+                                           static_cast<const Scale*>(piece.scales) + page * PAGE_ROWS};
         };
         decode_pages(put_of, int(piece.first_input), chunk, opened, shared.pages);
         return;
@@ -87,7 +87,7 @@ NCZ_SUM_KERNEL(ncz_decode_sum)(const __grid_constant__ Pieces pieces, NCZ_OPENED
     decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, *shared);
 }
 
-NCZ_SUM_KERNEL(ncz_decode_sum_at_random)
+NCZ_RANDOM_SUM_KERNEL(ncz_decode_sum_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED) {
     NCZ_SHARED(ToDecode, shared, 1);
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };

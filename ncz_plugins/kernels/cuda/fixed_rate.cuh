@@ -231,7 +231,7 @@ NCZ_DEVICE void pack(const Element* x, const RowsOfBlocks& rows, const uint16_t*
     Element values[OCTET];
     load_octet(x + block.begin + first, octet_length(first, block.length), values);
     int32_t codes[OCTET];
-    code(values, block.begin + first, inverse_step, codes);
+    code(values, block.scale * RATE_BLOCK + first, inverse_step, codes);
     if (inverse_step == 0) {
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) codes[i] = 0;
@@ -252,9 +252,13 @@ struct AtRandom {
 
     NCZ_DEVICE void operator()(const Element (&values)[OCTET], int64_t element, float inverse_step,
                                int32_t (&codes)[OCTET]) const {
-        uint64_t number = noise.first + uint64_t(element);
 #pragma unroll
-        for (int i = 0; i < OCTET; ++i) codes[i] = code_of(values[i], inverse_step, random_word(noise, number + i));
+        for (int half = 0; half < OCTET; half += RUN) {
+            uint32_t random[RUN];
+            random_numbers(noise, random_start(noise, element + half), random);
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) codes[half + i] = code_of(values[half + i], inverse_step, random[i]);
+        }
     }
 };
 

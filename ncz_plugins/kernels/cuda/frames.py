@@ -275,7 +275,7 @@ class _Batch:
         """Table ncz::Pieces, with a piece for each frame.
 
         Args:
-            rows: (values, steps, codes, frame, first element) of each frame.
+            rows: (values, steps, codes, frame, first scale block) of each frame.
             inputs: number of frames that are read for each.
             sums: (sum, scales) of each.
         """

@@ -307,15 +307,14 @@ template <class Source, class Write>
 NCZ_DEVICE void encode_page(const Source& source, int64_t first, RowPredictor predictor, Write& write, LaneWriter& writer) {
     constexpr int AT_ONCE = 4;
     typename Source::Fetched fetched[AT_ONCE];
-    first += run_of(0);
-    auto rows = source.rows(first);
+    auto rows = source.rows(first + run_of(0));
 #pragma unroll
     for (int r = 0; r < AT_ONCE; ++r) fetched[r] = rows.fetch(r);
 #pragma unroll 1
     for (int row = 0; row < PAGE_ROWS; row += AT_ONCE) {
         int32_t own[AT_ONCE][RUN];
 #pragma unroll
-        for (int r = 0; r < AT_ONCE; ++r) source.codes_of(fetched[r], first + (row + r) * ROW, own[r]);
+        for (int r = 0; r < AT_ONCE; ++r) rows.codes_of(fetched[r], row + r, own[r]);
         int next = row + AT_ONCE < PAGE_ROWS ? row + AT_ONCE : row;
 #pragma unroll
         for (int r = 0; r < AT_ONCE; ++r) fetched[r] = rows.fetch(next + r);
@@ -714,11 +713,9 @@ struct PutValues {
     }
 };
 // The values that the sums of the codes and of own values' codes stand for. They may stand where the own values do.
-template <class Source>
+template <class Rows>
 struct PutSums {
-    Source source;
-    int64_t first;  // element of this lane's first run
-    FloatRows rows;  // from there on
+    Rows rows;  // from this lane's first run on
     Element* to;
     const Scale* scales;
 
@@ -730,7 +727,7 @@ struct PutSums {
     NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], const Ahead& ahead) const {
         int32_t own[RUN];
         Element values[RUN];
-        source.codes_of(ahead.own, first + row * ROW, own);
+        rows.codes_of(ahead.own, row, own);
 #pragma unroll
         for (int i = 0; i < RUN; ++i) values[i] = value_of(sum(codes[i], own[i]), ahead.scale);
         store_run(to + row * ROW, n, values);

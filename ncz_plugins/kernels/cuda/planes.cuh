@@ -511,7 +511,7 @@ NCZ_SUM_KERNEL(ncz_sum_codes)
     sum_codes(floats_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
 
-NCZ_RANDOM_SUM_KERNEL(ncz_sum_codes_at_random)
+NCZ_SUM_KERNEL(ncz_sum_codes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, Written* written,
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);

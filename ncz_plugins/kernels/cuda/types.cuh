@@ -76,7 +76,7 @@ struct Piece {
     uint8_t* frame;           // that is written
     void* sum;                // Element: the values that a sum of codes stands for
     const void* scales;       // Scale: of these
-    unsigned long long first;  // the number of its first element, counted from that of the noise
+    unsigned long long first;  // the number of its first block that has a step, counted from that of the noise
     uint32_t count;
     uint32_t first_chunk;          // the number of its first chunk among those of all pieces
     uint32_t first_input, inputs;  // the frames that belong to it

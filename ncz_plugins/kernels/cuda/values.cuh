@@ -12,6 +12,7 @@ constexpr int CHUNK_ROWS = int(CHUNK) / ROW, TILES_OF_CHUNK = int(CHUNK) / TILE;
 constexpr int TILE_CODES = TILE_ROWS * RUN;  // of a lane
 static_assert(PLANES_LANES == WARP && ROW == WARP * RUN, "a row has a run for each lane");
 static_assert(ROW == SCALE_BLOCK, "a row has one step");
+static_assert(RUN == 4 && FOURS == WARP, "the elements of a run share a random start");
 
 // Kernels that work on chunks: NCZ_CHUNK_KERNEL(ncz_name)(arguments). So many blocks must fit on a multiprocessor; with more, the
 // kernels would spill.
@@ -137,14 +138,16 @@ NCZ_DEVICE int32_t code_of(Element x, Scale inverse_step) {
     return to_nearest(clamped(product(Scale(widen(x)), inverse_step)));
 }
 
-// Up with a probability of the fraction: if that is more than the upper 24 bits of `random`.
+// The sum of a number and a random one of 24 bits, which stand for less than 1, rounded down. It is no larger than the exact
+// sum, and no smaller than its floor. As float32 such a number's bits are that many times 2**-149, without being converted.
+NCZ_DEVICE float with_random(float scaled, uint32_t random) { return __fmaf_rd(__uint_as_float(random), 0x1p125f, scaled); }
+NCZ_DEVICE double with_random(double scaled, uint32_t random) {
+    return __dadd_rd(scaled, product(__int2double_rn(int32_t(random)), 0x1p-24));
+}
+
+// Up or down at random, up with a probability of the fraction.
 NCZ_DEVICE int32_t code_of(Element x, Scale inverse_step, uint32_t random) {
-    Scale scaled = clamped(product(Scale(widen(x)), inverse_step));
-    int32_t code = rounded_down(scaled);
-    Scale floor, fraction;
-    to_float(code, floor);
-    to_float(int32_t(random >> 8), fraction);
-    return code + (product(fraction, Scale(0x1p-24)) < scaled - floor);
+    return rounded_down(with_random(clamped(product(Scale(widen(x)), inverse_step)), random));
 }
 
 NCZ_DEVICE Element value_of(int32_t code, Scale scale) {
@@ -157,8 +160,20 @@ NCZ_DEVICE Element value_of(int32_t code, Scale scale) {
 
 // ------------------------------------------------------------------ random numbers
 
-NCZ_DEVICE uint32_t random_word(const Noise& noise, uint64_t element) {
-    return random_word(noise, uint32_t(element), uint32_t(element >> 32));
+// Where the hash of a run begins, whose first element is counted from the noise's first block.
+NCZ_DEVICE uint32_t random_start(const Noise& noise, int64_t element) {
+    return random_start(noise, noise.first + uint64_t(element) / SCALE_BLOCK, uint32_t(element) / RUN % FOURS);
+}
+
+// The numbers of a run's elements.
+NCZ_DEVICE void random_numbers(const Noise& noise, uint32_t start, uint32_t (&numbers)[RUN]) {
+    uint32_t first, second;
+    random_words(noise, start, first, second);
+    // The upper 24 bits of a word, and of one with its halves exchanged.
+    numbers[0] = __byte_perm(first, 0, 0x4321);
+    numbers[1] = __byte_perm(first, 0, 0x4103);
+    numbers[2] = __byte_perm(second, 0, 0x4321);
+    numbers[3] = __byte_perm(second, 0, 0x4103);
 }
 
 // ------------------------------------------------------------------ codes of a tile
@@ -188,6 +203,27 @@ struct FloatRows {
         for (int i = 0; i < RUN; ++i) values[i] = i < n ? x[row * ROW + i] : Element{};
         return {LaneRun<Element>::of(values), inverse_steps[row]};
     }
+    NCZ_DEVICE void codes_of(const FetchedFloats& fetched, int, int32_t (&codes)[RUN]) const {
+        Element values[RUN];
+        fetched.run.get(values);
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) codes[i] = code_of(values[i], fetched.inverse_step);
+    }
+};
+
+// The same, where codes are rounded at random.
+struct RandomRows : FloatRows {
+    Noise noise;
+    uint32_t start;  // of the hash, for the run of the first row
+
+    NCZ_DEVICE void codes_of(const FetchedFloats& fetched, int row, int32_t (&codes)[RUN]) const {
+        Element values[RUN];
+        uint32_t random[RUN];
+        fetched.run.get(values);
+        random_numbers(noise, start + uint32_t(row) * RANDOM_OF_BLOCK, random);
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) codes[i] = code_of(values[i], fetched.inverse_step, random[i]);
+    }
 };
 
 // Codes of floats, to the nearest.
@@ -199,14 +235,9 @@ struct Floats {
 
     // Runs that are on their way from memory, and their codes: only where memory is aligned for that. `element` begins a run.
     typedef FetchedFloats Fetched;
+    typedef FloatRows Rows;
     NCZ_DEVICE bool has_runs() const { return LaneRun<Element>::is_aligned(x); }
-    NCZ_DEVICE FloatRows rows(int64_t element) const { return {x + element, inverse_steps + element / SCALE_BLOCK}; }
-    NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&codes)[RUN]) const {
-        Element values[RUN];
-        fetched.run.get(values);
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) codes[i] = code_of(values[i], fetched.inverse_step);
-    }
+    NCZ_DEVICE Rows rows(int64_t element) const { return {x + element, inverse_steps + element / SCALE_BLOCK}; }
 };
 
 // Codes of floats, up or down at random.
@@ -214,16 +245,15 @@ struct RandomFloats : Floats {
     Noise noise;
 
     NCZ_DEVICE int32_t code(int64_t element) const {
-        uint32_t random = random_word(noise, noise.first + uint64_t(element));
-        return code_of(x[element], inverse_steps[element / SCALE_BLOCK], random);
+        uint32_t random[RUN];
+        random_numbers(noise, random_start(noise, element), random);
+        int at = int(element % RUN);
+        uint32_t own = at & 2 ? (at & 1 ? random[3] : random[2]) : at & 1 ? random[1] : random[0];
+        return code_of(x[element], inverse_steps[element / SCALE_BLOCK], own);
     }
-    NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t element, int32_t (&codes)[RUN]) const {
-        uint64_t number = noise.first + uint64_t(element);
-        Element values[RUN];
-        fetched.run.get(values);
-#pragma unroll
-        for (int i = 0; i < RUN; ++i)
-            codes[i] = code_of(values[i], fetched.inverse_step, random_word(noise, number + i));
+    typedef RandomRows Rows;
+    NCZ_DEVICE Rows rows(int64_t element) const {
+        return {Floats::rows(element), noise, random_start(noise, element)};
     }
 };
 
@@ -249,10 +279,10 @@ struct PlainCodes {
             run.load(codes + row * ROW);
             return run;
         }
+        NCZ_DEVICE void codes_of(const Fetched& fetched, int, int32_t (&own)[RUN]) const { fetched.get(own); }
     };
     NCZ_DEVICE bool has_runs() const { return LaneRun<int32_t>::is_aligned(codes); }
     NCZ_DEVICE Rows rows(int64_t element) const { return {codes + element}; }
-    NCZ_DEVICE void codes_of(const Fetched& fetched, int64_t, int32_t (&own)[RUN]) const { fetched.get(own); }
 };
 
 NCZ_DEVICE PlainCodes codes_of(const Piece& piece) { return {piece.codes}; }
@@ -272,7 +302,7 @@ NCZ_DEVICE void add_tile(const Source& source, int64_t first, int length, TileCo
 #pragma unroll
             for (int r = 0; r < AT_ONCE; ++r) {
                 int32_t own[RUN];
-                source.codes_of(fetched[r], first + run_of(start + r), own);
+                rows.codes_of(fetched[r], start + r, own);
 #pragma unroll
                 for (int i = 0; i < RUN; ++i) codes[start + r][i] = sum(codes[start + r][i], own[i]);
             }

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..format import OCTET, RATE_BLOCK, Noise, Rows, rate_blocks_of
+from ..format import OCTET, RATE_BLOCK, SCALE_BLOCK, Noise, Rows, rate_blocks_of
 from ..ieee import ieee
 from .symbols import unzigzag, zigzag
-from .values import random_bits
+from .values import round_at_random
 
 LEAST_MAGNITUDE = np.uint16(27 << 7)  # 2**-100, as the upper 16 bits of a float32
 INFINITE_MAGNITUDE = np.uint16(255 << 7)
@@ -48,9 +48,7 @@ def pack(x: np.ndarray, rows: Rows, magnitudes: np.ndarray, bits: int, noise: No
         if noise is None:
             code = np.rint(scaled)
         else:
-            fraction = random_bits(noise.from_element(elements.start), scaled.size) >> np.uint32(8)
-            code = np.floor(scaled)
-            code += fraction.astype(np.float32) * np.float32(2.0**-24) < scaled - code
+            code = round_at_random(scaled, noise.from_block(int(scale) * (RATE_BLOCK // SCALE_BLOCK)))
         codes[i, : code.size] = code.astype(np.int32)
     return _packed(codes, bits)
 

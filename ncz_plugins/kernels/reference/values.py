@@ -52,9 +52,7 @@ def quantize(x: np.ndarray, inverse_steps: np.ndarray, noise: Noise | None = Non
     scaled = np.where(scaled > -limit, scaled, -limit)
     if noise is None:
         return np.rint(scaled).astype(np.int32)
-    floor = np.floor(scaled)
-    fraction = (random_bits(noise, x.size) >> np.uint32(8)).astype(x.dtype) * x.dtype.type(2.0**-24)
-    return floor.astype(np.int32) + (fraction < scaled - floor)
+    return round_at_random(scaled, noise)
 
 
 @ieee
@@ -69,15 +67,34 @@ def per_element(per_block: np.ndarray, count: int) -> np.ndarray:
 
 
 @ieee
-def random_bits(noise: Noise, count: int) -> np.ndarray:
-    """Random uint32 for each of `count` elements: a hash of the element's number.
+def round_at_random(scaled: np.ndarray, noise: Noise) -> np.ndarray:
+    """floor(scaled + u) as int32, the sum not rounded; u is a random number from 0 to 1, of 24 bits.
 
-    Two rounds of multiplying and shifting, with constants that Wellons found by search ("Prospecting for hash
-    functions", 2018). One half of the key is added before each round.
+    Whole numbers stay as they are. Others are rounded up with a probability of their fraction, less 2**-24 at most.
     """
-    elements = np.arange(noise.first, noise.first + count, dtype=np.uint64)
+    u = random_bits(noise, scaled.size).astype(scaled.dtype) * scaled.dtype.type(2.0**-24)
+    whole = np.trunc(scaled)
+    rest = scaled - whole  # exact, as scaled - floor(scaled) is not
+    return whole.astype(np.int32) + (rest >= 1 - u) - (rest < -u).astype(np.int32)
+
+
+@ieee
+def random_bits(noise: Noise, count: int) -> np.ndarray:
+    """Random numbers of 24 bits, uint32, for each of `count` elements, of which the first begins a block.
+
+    Four neighbours share a hash of their block's number and theirs in it: three rounds of multiplying, after shifting
+    or rotating. Two of them have the second round's word, the others the third's: one its upper 24 bits, one those of
+    the word with its halves exchanged. So 16 bits are an element's own, below them are some of its neighbour's.
+    Wellons found the first two multipliers by search ("Prospecting for hash functions", 2018), the third is
+    MurmurHash3's.
+    """
+    blocks = np.arange(noise.first, noise.first + blocks_of(count), dtype=np.uint64).astype(np.uint32)
+    fours = np.arange(SCALE_BLOCK // 4, dtype=np.uint32)
     low_key, high_key = (np.uint32(half) for half in (noise.key & 0xFFFFFFFF, noise.key >> 32))
-    x = elements.astype(np.uint32) + (elements >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9) + low_key
+    x = blocks[:, None] * np.uint32(0x9E3779B9) + fours * np.uint32(0x2C1B3C6D) + low_key
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
-    x = ((x ^ x >> np.uint32(15)) + high_key) * np.uint32(0x846CA68B)
-    return (x ^ x >> np.uint32(16)) + np.uint32(noise.shift)
+    x = (x ^ x >> np.uint32(15) ^ high_key) * np.uint32(0x846CA68B)
+    y = (x << np.uint32(8) | x >> np.uint32(24)) * np.uint32(0xC2B2AE35)
+    words = np.stack([x, y], axis=-1) + np.uint32((noise.shift >> 16) * 0x10001)  # both halves move
+    exchanged = words << np.uint32(16) | words >> np.uint32(16)
+    return (np.stack([words, exchanged], axis=-1) >> np.uint32(8)).reshape(-1)[:count]

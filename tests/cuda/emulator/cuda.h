@@ -250,6 +250,17 @@ inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
 inline double __dsub_rn(double x, double y) { return x - y; }
 
+// Rounded down: what is next below a result that is more than the exact one.
+inline double __dadd_rd(double x, double y) {
+    double sum = x + y, of_y = sum - x, error = (x - (sum - of_y)) + (y - of_y);  // Knuth's; exact
+    return error < 0 ? std::nextafter(sum, -INFINITY) : sum;
+}
+inline float __fmaf_rd(float x, float y, float z) {
+    double product = double(x) * y, down = __dadd_rd(product, z);  // a product of two floats is exact
+    float sum = float(down);
+    return sum > down ? std::nextafter(sum, -INFINITY) : sum;
+}
+
 namespace emulator {
 
 template <class To, class From>

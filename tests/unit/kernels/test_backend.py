@@ -410,33 +410,54 @@ def test_checksum_finds_every_flipped_bit(any_backend, coding):
 def test_random_numbers_look_random():
     """Evenly distributed, and unrelated between elements, calls, seeds, and where an element's number passes 2**32."""
     count = 1 << 18
-    noises = [Noise(0, 0), Noise(0, 1), Noise(1, 0), Noise(1, 0, first=2**32 - count // 2), Noise(1, 0, first=2**40)]
+    noises = [Noise(0, 0), Noise(0, 1), Noise(1, 0), Noise(1, 0, first=2**32 - blocks_of(count) // 2)]
+    noises += [Noise(1, 0, first=2**31), Noise(2**63, 7, shift=2**32 // 3)]
     streams = np.stack([random_bits(noise, count) for noise in noises])
-    for bits in range(0, 32, 8):
+    for bits in range(0, 24, 8):
         for stream in streams:
             found = np.bincount(stream >> np.uint32(bits) & np.uint32(255), minlength=256)
             chi_square = ((found - count / 256) ** 2 / (count / 256)).sum()
             assert abs(chi_square - 255) < 6 * np.sqrt(2 * 255)
-    centered = streams.astype(np.float64) / 2**32 - 0.5
+    centered = streams.astype(np.float64) / 2**24 - 0.5
     deviation = 1 / 12 / np.sqrt(count)  # of the mean of products of two independent numbers
     for one, other in itertools.combinations(centered, 2):
         for distance in (0, 1, 2, 256):
             assert abs((one[: count - distance] * other[distance:]).mean()) < 5 * deviation
     for stream in centered:
-        for distance in (1, 2, 3, 4, 8, 32, 256, 4096, 65536):
+        for distance in (1, 2, 3, 4, 8, 32, 128, 256, 4096, 65536):
             products = stream[:-distance] * stream[distance:]
             assert abs(products.mean()) < 5 * deviation * np.sqrt(count / products.size)
 
 
+def test_neighbours_that_share_a_hash_are_independent():
+    """Any two of the four, and any two of neighbouring fours: all pairs of their upper 5 bits are equally frequent.
+
+    Whatever the ranks' shifts are. Nor does a number below 1 / 512 say anything of the other one.
+    """
+    count = 1 << 20
+    for noise in (Noise(3, 1), Noise(2**64 - 5, 6, shift=2**32 // 3), Noise(8, 9, shift=2**31, first=2**27)):
+        fours = random_bits(noise, count).reshape(-1, 4)
+        for one, other, distance in itertools.product(range(4), range(4), (0, 1, 8, 32)):
+            if distance == 0 and one >= other:
+                continue
+            first, second = fours[: len(fours) - distance, one], fours[distance:, other]
+            found = np.bincount((first >> np.uint32(19)) * np.uint32(32) + (second >> np.uint32(19)), minlength=1024)
+            expected = len(first) / 1024
+            assert ((found - expected) ** 2 / expected).sum() - 1023 < 6 * np.sqrt(2 * 1023)
+            rare = second[first < 2**15]  # one in 512
+            assert abs(rare.mean() / 2**24 - 0.5) < 5 * np.sqrt(1 / 12 / rare.size)
+
+
 def test_the_known_random_numbers():
     """Written down once, so that a change does not go unnoticed: the same seed gives the same results."""
-    assert random_bits(Noise(0, 0), 3).tolist() == [704655445, 4138673888, 1504925879]
-    assert random_bits(Noise(2**64 - 1, 2**32 - 1, 5, 2**32 - 1), 2).tolist() == [1280715803, 2963529512]
+    assert random_bits(Noise(0, 0), 5).tolist() == [12304353, 14783931, 14647065, 1685471, 15044762]
+    across_blocks = random_bits(Noise(2**64 - 1, 2**32 - 1, 2**31 + 5, 2**32 - 1), SCALE_BLOCK + 2)[SCALE_BLOCK - 2 :]
+    assert across_blocks.tolist() == [4514407, 6773060, 6404585, 15311201]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "noise", [Noise(0, 0), Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 3), Noise(5, 6, 7, 2**34 - 50)], ids=str
+    "noise", [Noise(0, 0), Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 3), Noise(5, 6, 7, 2**34 - 5)], ids=str
 )
 def test_random_rounding(backend, dtype, noise):
     for count, bits in itertools.product(COUNTS, (1, 8, 30)):
@@ -465,9 +486,10 @@ def test_random_rounding_does_not_depend_on_the_cut(any_backend):
     x = floats(count, torch.float32)
     whole = torch.empty(count, dtype=torch.int32)
     any_backend.quantize(x, torch.full((blocks_of(count),), 3.0), whole, Noise(1, 2, 3, 9))
-    for cut in (1, 5, 4000):
+    for blocks in (1, 5, 33):
+        cut = blocks * SCALE_BLOCK
         part = torch.empty(count - cut, dtype=torch.int32)
-        any_backend.quantize(x[cut:].clone(), torch.full((blocks_of(count),), 3.0), part, Noise(1, 2, 3, 9 + cut))
+        any_backend.quantize(x[cut:].clone(), torch.full((blocks_of(count),), 3.0), part, Noise(1, 2, 3, 9 + blocks))
         assert_same(part, whole[cut:])
 
 
@@ -475,14 +497,32 @@ def test_random_rounding_is_unbiased(any_backend):
     """The mean of 16384 roundings of x lies within 6 standard deviations, which chance exceeds once in 10**9."""
     count = 4 * CHUNK
     codes = torch.empty(count, dtype=torch.int32)
-    for fraction in (0.0, 0.01, 0.5, 0.93):
-        for whole in (-3, 0, 1000):
+    for fraction in (0.0, 2.0**-12, 0.01, 0.5, 0.93):
+        for whole in (-3, -1, 0, 1000):
             any_backend.quantize(
                 torch.full((count,), whole + fraction), torch.ones(blocks_of(count)), codes, Noise(1, whole & 7)
             )
             assert ((codes == whole) | (codes == whole + 1)).all() if fraction else (codes == whole).all()
             deviation = (fraction * (1 - fraction) / count) ** 0.5
             assert abs(codes.double().mean() - (whole + fraction)) <= 6 * deviation + 1e-4
+
+
+def test_rounding_at_random_adds_exactly(any_backend):
+    """Where float32 or float64 would round the sum of a value and a random number, to one that has another floor."""
+    count = 8 * SCALE_BLOCK
+    for dtype, least in ((torch.float32, -30), (torch.float64, -60)):
+        numbers = torch.from_numpy(random_bits(Noise(4, 5), count).astype(np.int64))
+        below = -(numbers.to(dtype) * 2.0**-24)  # together they are 0
+        for x, floor in ((below, 0), (torch.nextafter(below, torch.full_like(below, -3)), -1), (1 + below, 1)):
+            codes = torch.empty(count, dtype=torch.int32)
+            any_backend.quantize(x, torch.ones(blocks_of(count), dtype=dtype), codes, Noise(4, 5))
+            assert (codes == floor).all()
+        for x in (2.0**least, -(2.0**least), 2.0**24, -(2.0**24) - 2, 2.0**30):
+            codes = torch.empty(count, dtype=torch.int32)
+            any_backend.quantize(
+                torch.full((count,), x, dtype=dtype), torch.ones(blocks_of(count), dtype=dtype), codes, Noise(4, 5)
+            )
+            assert codes.tolist() == [int(x)] * count if abs(x) > 1 else set(codes.tolist()) <= {0, int(np.floor(x))}
 
 
 # ------------------------------------------------------------------ in one pass

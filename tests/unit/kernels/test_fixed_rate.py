@@ -14,7 +14,7 @@ from ncz_plugins.kernels.format import RATE_BLOCK, Noise, Rows, packed_bytes, ra
 REFERENCE = kernels.load("reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = range(3, 9)
-NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 49)
+NOISE = Noise(2**64 - 3, 2**32 - 1, 2**32 - 77, 2**34 - 7)
 MARK = 0xA5
 
 # (elements of the tensor, rows, elements of a row): short blocks, short and empty rows, no elements at all.
