@@ -96,7 +96,8 @@ class PiecesCodec(Codec):
                 measured = measure(self._device.backend, source, layout, range(1), self._config.quantizer, most)
             yield self._head(CodedTensor(_whole(measured), source=Window(measured))).encode(0, 0)
             scales = self._derived(measured, layout)
-        codec = self._codec(CodedTensor(layout, source=source), scales, elements.start)
+        first = self.layout.steps_of(range(to, to + 1)).start
+        codec = self._codec(CodedTensor(layout, source=source), scales, first)
         yield from codec.encode_each((0, index) for index in range(layout.frames))
 
     def decode(self, source: int, index: int, frame: Tensor) -> None:
@@ -163,8 +164,8 @@ class PiecesCodec(Codec):
         return derived.scales if derived.is_worthwhile(self._dtype) else None
 
     def _codec(self, tensor: CodedTensor, scales: Scales | None, first: int) -> TensorCodec:
-        """The codec of a piece, which has been cut out of the tensor at element `first`."""
-        noise = self._noise and self._noise.from_element(first)
+        """The codec of a piece, of whose random numbers the first are those of block number `first`."""
+        noise = self._noise and self._noise.from_block(first)
         return codec_for(self._config, self._device, tensor, scales, counters=self._counters, noise=noise, **self._link)
 
     def _head(self, tensor: CodedTensor) -> LosslessCodec:
