@@ -101,7 +101,7 @@ def test_codes_that_are_added_up_as_they_are_decoded_give_the_values_of_their_su
     x = floats(rows.numel, torch.float32)
     magnitudes = magnitudes_of(REFERENCE, x, rows)
     for bits in BITS:
-        of_ranks = [pack(REFERENCE, x, rows, magnitudes, bits, NOISE.from_element(rank)) for rank in range(addends)]
+        of_ranks = [pack(REFERENCE, x, rows, magnitudes, bits, NOISE.from_block(rank)) for rank in range(addends)]
         together, of_sums = torch.cat(of_ranks), bits + 2
         sums = add(REFERENCE, together, addends, bits, of_sums)
         expected = unpack(REFERENCE, sums, of_sums, rows, magnitudes, 7.0, torch.float32)
