@@ -363,6 +363,7 @@ def main():
         sys.exit(f"torch {torch.__version__} finds no CUDA device here. --dry tries all that needs none")
     # Ends like an interruption: what was found is written, and nothing goes on running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.setdefault("COLUMNS", "120")  # of tables that go to files
     build()
     folder = arguments.out.resolve() / "stages"
     shutil.rmtree(folder, ignore_errors=True)

@@ -95,7 +95,8 @@ def works_on(backend: GpuBackend, cases: list[Case]) -> dict[str, Callable[[], N
         "fixed at random": frames_work(backend, cases, fixed, noise),
         "huffman": frames_work(backend, cases, huffman, None),
         "huffman at random": frames_work(backend, cases, huffman, noise),
-        f"{BITS} bits": rate_work(backend, cases),
+        f"{BITS} bits": rate_work(backend, cases, adds=False),
+        f"{BITS} bits, more ranks": rate_work(backend, cases, adds=True),
     }
 
 
@@ -116,8 +117,12 @@ def frames_work(backend: GpuBackend, cases: list[Case], coding: Coding, noise: N
     return work
 
 
-def rate_work(backend: GpuBackend, cases: list[Case]) -> Callable[[], None]:
-    """What a fixed rate does between two ranks."""
+def rate_work(backend: GpuBackend, cases: list[Case], adds: bool) -> Callable[[], None]:
+    """What a fixed rate does.
+
+    Args:
+        adds: as with more than two ranks: codes are added up, and sums of them decoded.
+    """
     x = cases[0].x
     rows, blocks = Rows.of(x.numel(), 1, x.numel()), rate_blocks_of(x.numel())
     magnitudes = torch.empty(blocks, dtype=torch.bfloat16, device=x.device)
@@ -128,10 +133,11 @@ def rate_work(backend: GpuBackend, cases: list[Case]) -> Callable[[], None]:
         for case in cases:
             backend.block_magnitudes(case.x, rows, magnitudes)
             backend.pack(case.x, rows, magnitudes, BITS, packed[0])
-            backend.add_packed(packed.view(-1), RANKS, BITS, sums, BITS + 1)
-            # What more than two ranks do with a sum, and what two do with the codes of both.
-            backend.unpack(sums, 1, BITS + 1, rows, magnitudes, 7.0, case.out)
-            backend.unpack(packed.view(-1), RANKS, BITS, rows, magnitudes, 7.0, case.out)
+            if adds:
+                backend.add_packed(packed.view(-1), RANKS, BITS, sums, BITS + 1)
+                backend.unpack(sums, 1, BITS + 1, rows, magnitudes, 7.0, case.out)
+            else:
+                backend.unpack(packed.view(-1), RANKS, BITS, rows, magnitudes, 7.0, case.out)
 
     return work
 
