@@ -16,6 +16,7 @@ Both machines have Linux and the same kind of processor. Needs the network and w
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import shutil
@@ -43,16 +44,16 @@ GLIBC = range(17, 40)  # 2.17 to 2.39, in the platform tags of wheels
 
 def pack(python: str, cupy: bool) -> None:
     """Make the folder."""
-    libraries = list(NATIVE.glob("*.so"))
-    if not libraries:
-        sys.exit(f"{NATIVE} has no native library: run make setup")
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, check=True)
     shutil.rmtree(CARRIED, ignore_errors=True)
     for folder in ("wheels", "library", "kernels"):
         (CARRIED / folder).mkdir(parents=True)
     (CARRIED / "python").write_text(python)
     download(packages(cupy), python)
-    for library in libraries:
-        shutil.copy(library, CARRIED / "library")
+    for library in NATIVE.glob("*.so"):
+        folder = CARRIED / "library" / sources_of_library()
+        folder.mkdir(exist_ok=True)
+        shutil.copy(library, folder)
     compile_kernels()
     size = sum(file.stat().st_size for file in CARRIED.rglob("*") if file.is_file())
     lacks = "torch" if cupy else "torch and CuPy"
@@ -100,6 +101,12 @@ def download(wanted: list[str], python: str) -> None:
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, *built], check=True)
 
 
+def sources_of_library() -> str:
+    """Hash of the sources of the native library: one of other sources is not used."""
+    files = sorted([*NATIVE.glob("*.cpp"), *NATIVE.glob("*.h"), *(NATIVE.parent / "common").glob("*.h")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def compile_kernels() -> None:
     """Compile the kernels of all element types to carry/kernels."""
     from ncz_plugins.kernels.cuda import nvrtc
@@ -136,9 +143,8 @@ def unpack() -> None:
     for wheel in (CARRIED / "wheels").glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(UNPACKED / "packages")
-    for library in (CARRIED / "library").iterdir():
-        if not (NATIVE / library.name).exists():
-            shutil.copy(library, NATIVE)
+    for library in (CARRIED / "library" / sources_of_library()).glob("*.so"):
+        shutil.copy(library, NATIVE)
     sys.path.insert(0, str(UNPACKED / "packages"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
     # Not in carry/, whose files may belong to another user after a copy: those would not be used.

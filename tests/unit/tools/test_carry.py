@@ -42,7 +42,10 @@ def test_packages_are_those_that_are_tested_without_those_of_torch(carry):
 def test_what_was_carried_is_importable_here_and_in_other_processes(carry, tmp_path):
     with zipfile.ZipFile(tmp_path / "carry" / "wheels" / "carried-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried_module.py", "ANSWER = 42")
-    (tmp_path / "carry" / "library" / "libncz_cpu.so").write_text("built elsewhere")
+    folder = tmp_path / "carry" / "library" / carry.sources_of_library()
+    folder.mkdir()
+    (folder / "libncz_cpu.so").write_text("built elsewhere")
+    (tmp_path / "native" / "libncz_cpu.so").write_text("of older sources")
     (tmp_path / "unpacked").mkdir()
     (tmp_path / "unpacked" / "of an earlier time").touch()
     carry.unpack()
@@ -54,11 +57,13 @@ def test_what_was_carried_is_importable_here_and_in_other_processes(carry, tmp_p
     assert not (tmp_path / "unpacked" / "of an earlier time").exists()
 
 
-def test_a_library_that_was_built_here_stays(carry, tmp_path):
-    (tmp_path / "carry" / "library" / "libncz_cpu.so").write_text("built elsewhere")
-    (tmp_path / "native" / "libncz_cpu.so").write_text("built here")
+def test_a_library_of_other_sources_is_not_used(carry, tmp_path):
+    folder = tmp_path / "carry" / "library" / carry.sources_of_library()
+    folder.mkdir()
+    (folder / "libncz_cpu.so").write_text("built elsewhere")
+    (tmp_path / "native" / "changed.cpp").write_text("// changed")
     carry.unpack()
-    assert (tmp_path / "native" / "libncz_cpu.so").read_text() == "built here"
+    assert not (tmp_path / "native" / "libncz_cpu.so").exists()
 
 
 def test_what_is_for_another_python_is_refused_with_the_command_that_makes_the_right_one(carry, tmp_path):
