@@ -157,8 +157,8 @@ def pieces_described(pieces: Pieces, rank: int) -> Tensor:
     """
     ranks = len(pieces.sent)
     described = torch.zeros(2, ranks, ranks, dtype=torch.int64, device="cpu")
-    described[0, rank] = torch.tensor(pieces.sent)
-    described[1, :, rank] = torch.tensor(pieces.received)
+    described[0, rank] = torch.tensor(pieces.sent, dtype=torch.int64, device="cpu")
+    described[1, :, rank] = torch.tensor(pieces.received, dtype=torch.int64, device="cpu")
     return described
 
 

@@ -25,6 +25,7 @@ ARGUMENTS = {
     "lint": [],
     "bench": ["ARGS=--megabytes 1 --repeats 1"],
     "gpu": ["ARGS=--help"],
+    "carry": ["ARGS=--help"],
     "convergence": ["ARGS=--help"],
     "fuzz": ["SECONDS=2"],  # inputs that crash are kept in build/fuzz
     "soak": ["SECONDS=1", "ARGS=--ranks 2 --largest 1000"],
