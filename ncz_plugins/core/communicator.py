@@ -512,11 +512,7 @@ class Communicator:
                 tell(self._queue, self._group, collective, refusal(self._group.calls))
 
     def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
-        require_tensor(whole)
-        require_tensor(part)
-        if whole.device != part.device:
-            where = f"{whole.device} and {part.device}"
-            raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
+        _require_one_device(collective, whole, part)
         if whole.numel() != part.numel() * self.world_size:
             larger, smaller = ("input", "output") if collective == "reduce_scatter_single" else ("output", "input")
             wanted = f"{larger} must have {self.world_size} (ranks) times the elements of {smaller}"
@@ -526,13 +522,9 @@ class Communicator:
         self, collective: str, output: Tensor, input: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
     ) -> Pieces:
         """The rows that go to each rank and come from each. Raises ValueError and UnsupportedError."""
-        for tensor in (input, output):
-            require_tensor(tensor)
-            if tensor.dim() == 0:
-                raise ValueError(f"{collective}: input and output must have rows, got a tensor without dimensions")
-        if input.device != output.device:
-            where = f"{input.device} and {output.device}"
-            raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
+        _require_one_device(collective, input, output)
+        if input.dim() == 0 or output.dim() == 0:
+            raise ValueError(f"{collective}: input and output must have rows, got a tensor without dimensions")
         rows = [tensor.shape[1:].numel() for tensor in (input, output)]
         if rows[0] != rows[1]:
             raise ValueError(f"{collective}: rows of input and output must have one size, got {rows[0]} and {rows[1]}")
@@ -543,6 +535,15 @@ class Communicator:
             _split_sizes(f"{collective}: output_split_sizes", received, len(output), self.world_size),
             rows[0],
         )
+
+
+def _require_one_device(collective: str, one: Tensor, other: Tensor) -> None:
+    """Raise UnsupportedError unless both are tensors that can be served, on one device."""
+    require_tensor(one)
+    require_tensor(other)
+    if one.device != other.device:
+        where = f"{one.device} and {other.device}"
+        raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
 
 
 def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) -> tuple[int, ...]:

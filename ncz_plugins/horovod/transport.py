@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import horovod.torch as hvd
 import numpy as np
@@ -199,11 +199,12 @@ class HorovodCollectives(PlainCollectives):
         )
         return _HorovodWork(handle, tensor)
 
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+    ) -> Work:
         self._operations += 1
-        splits = torch.full(
-            [self._process_set.size()], input.numel() // self._process_set.size(), dtype=torch.int32, device="cpu"
-        )
+        n = self._process_set.size()
+        splits = torch.tensor(sent or [len(input) // n] * n, dtype=torch.int32, device="cpu")
         name = f"{self._name}.{self._operations}"
         handle = hvd.alltoall_async(input, splits, name=name, process_set=self._process_set)
         return _HorovodWork(handle, output, lambda received: received[0])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.format import CHUNK, Noise, chunks_of
-from ...kernels.lossless import max_lossless_bytes
+from ...kernels.updates import max_update_bytes
 from ..config import Config
 from ..runtime.device import Device
 from ..runtime.statistics import Counters
@@ -25,7 +25,7 @@ from ..runtime.trace import span
 from .coded_tensor import Codec, CodedTensor
 from .from_config import codec_for
 from .layout import Layout, Window
-from .quantize import Scales, derive, measure, measured_bytes, mode_of, most_summable, work_dtype
+from .quantize import Scales, derive, measure, measured_bytes, mode_of, most_summable
 from .tensor_codec import LosslessCodec, TensorCodec, frame_errors
 
 
@@ -63,25 +63,22 @@ class PiecesCodec(Codec):
         self._counters = counters
         self._link = {"link_gbps": link_gbps, "carried_gbps": carried_gbps}
         self._noise = noise
-        self._quantizes = config.quantizer.kind != "lossless"
+        self._heads = 0 if config.quantizer.kind == "lossless" else 1  # frames of a piece before its values
         self._decoders: dict[int, TensorCodec] = {}  # by the rank that a piece comes from
 
     @property
     def frame_capacity(self) -> int:
         """Upper limit of a frame's bytes, whatever its values are."""
-        frames = [self._layout(length).frame_elements for length in self._lengths]
-        measured = [self._measured_elements(length) for length in self._lengths]
-        itemsize = self._dtype.itemsize
-        codes = max_lossless_bytes(max(frames, default=0), max(itemsize, 4))
-        return max(codes, max_lossless_bytes(max(measured, default=0), work_dtype(self._dtype)().nbytes))
-
-    def frames_to(self, rank: int) -> int:
-        """How many frames this rank sends to `rank`."""
-        return self._frames(self.layout.lengths[rank])
+        values = max((self._layout(length).frame_elements for length in self._lengths), default=0)
+        measured = max(map(self._measured_elements, self._lengths), default=0)
+        return max(
+            max_update_bytes(values, self._dtype.itemsize), max_update_bytes(measured, self._measured_dtype.itemsize)
+        )
 
     def frames_from(self, rank: int) -> int:
         """How many frames this rank gets from `rank`."""
-        return self._frames(self._received.layout.lengths[rank])
+        length = self._received.layout.lengths[rank]
+        return self._heads + self._layout(length).frames if length else 0
 
     def encode(self, to: int) -> Iterator[Tensor]:
         """The frames of the piece that goes to rank `to`, in order: each uint8, [bytes]."""
@@ -90,7 +87,7 @@ class PiecesCodec(Codec):
         if not layout.numel:
             return
         source, scales = Window(self.source[elements]), None
-        if self._quantizes:
+        if self._heads:
             with span("measure", source.data.nbytes, self._counters):
                 most = most_summable(self._config.quantizer, self._dtype, addends=1)
                 measured = measure(self._device.backend, source, layout, range(1), self._config.quantizer, most)
@@ -109,10 +106,10 @@ class PiecesCodec(Codec):
         output = Window(self._received.output[elements])
         layout = self._layout(output.data.numel())
         if index == 0:
-            scales = self._derived(self._read_head(source, layout, frame), layout) if self._quantizes else None
+            scales = self._derived(self._read_head(source, layout, frame), layout) if self._heads else None
             self._decoders[source] = self._codec(CodedTensor(layout, output=output), scales, 0)
-        if index >= self._quantizes:
-            self._decoders[source].decode(0, index - self._quantizes, frame)
+        if index >= self._heads:
+            self._decoders[source].decode(0, index - self._heads, frame)
 
     def copy_own(self, rank: int) -> None:
         """Copy the piece that stays on this rank, with every bit."""
@@ -141,12 +138,9 @@ class PiecesCodec(Codec):
         """How both ends cut a piece."""
         return Layout.of([length], *self._cut)
 
-    def _frames(self, length: int) -> int:
-        return self._quantizes + self._layout(length).frames if length else 0
-
     def _measured_elements(self, length: int) -> int:
         """How many numbers are measured of a piece."""
-        if not self._quantizes:
+        if not self._heads:
             return 0
         nbytes = measured_bytes(self._layout(length), self._config.quantizer, self._dtype)
         return nbytes // self._measured_dtype.itemsize

@@ -17,10 +17,8 @@ def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) 
     """Send every rank its piece, and write the pieces of all ranks to the output."""
     n, rank = transport.world_size, transport.rank
     peers = [(rank + i) % n for i in range(1, n)]
-    streams = {
-        peer: transport.streams([(peer, peer)], codec.frames_from(peer), codec.frame_capacity, counters)[0]
-        for peer in peers
-    }
+    capacity, incoming = codec.frame_capacity, {peer: codec.frames_from(peer) for peer in peers}
+    streams = {peer: transport.streams([(peer, peer)], incoming[peer], capacity, counters)[0] for peer in peers}
     codec.copy_own(rank)
 
     # Frames go to all ranks in turns, so that each can begin to decode.
@@ -30,9 +28,9 @@ def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) 
                 streams[peer].send(frame)
 
     # They come in turns, too.
-    for index in range(max(codec.frames_from(peer) for peer in peers)):
+    for index in range(max(incoming.values())):
         for peer, stream in streams.items():
-            if index < codec.frames_from(peer):
+            if index < incoming[peer]:
                 codec.decode(peer, index, stream.receive())
     for stream in streams.values():
         stream.finish()

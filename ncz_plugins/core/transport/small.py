@@ -69,6 +69,7 @@ class SmallCollectives:
             most = _MAX_BROADCAST_BYTES
         return (
             self._connections.mesh is not None
+            and collective != "all_to_all_single"  # every rank gets another piece
             and nbytes <= MAX_BYTES_WITH_COMPARISON
             and nbytes * (n - 1) <= most
             and (op is None or (place_of(op, _OPS) < len(_OPS) and input.dtype in COMBINED_DTYPES))

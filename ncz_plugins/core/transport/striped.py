@@ -6,7 +6,7 @@ Ethernet several groups carry more, as several TCP connections do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,12 @@ class StripedCollectives(TorchCollectives):
         rows = _as_bytes(output, groups[0].size()), _as_bytes(input, 1)
         return GeneratorWork(_in_stripes(groups, TorchCollectives.all_gather_single, *rows))
 
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+    ) -> Work:
         groups = self._groups()
-        if len(groups) == 1 or input.nbytes < STRIPED_BYTES:
-            return super().all_to_all_single(output, input)
+        if len(groups) == 1 or input.nbytes < STRIPED_BYTES or received or sent:  # stripes are of equal parts
+            return super().all_to_all_single(output, input, received, sent)
         rows = _as_bytes(output, groups[0].size()), _as_bytes(input, groups[0].size())
         return GeneratorWork(_in_stripes(groups, TorchCollectives.all_to_all_single, *rows))
 

@@ -40,8 +40,11 @@ class SubsetCollectives(PlainCollectives):
         self.all_gather_single(padded, received.view(n, -1).amax(0)).wait()
         return _Messages([], lambda: tensor.copy_(padded[: tensor.numel()]))
 
-    def all_to_all_single(self, output: Tensor, input: Tensor) -> Work:
-        outgoing, incoming = input.chunk(len(self._ranks)), output.chunk(len(self._ranks))
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+    ) -> Work:
+        outgoing = input.split(list(sent)) if sent else input.chunk(len(self._ranks))
+        incoming = output.split(list(received)) if received else output.chunk(len(self._ranks))
         return self._exchange(outgoing, incoming)
 
     def all_gather_single(self, output: Tensor, input: Tensor) -> Work:

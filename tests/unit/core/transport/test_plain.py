@@ -164,12 +164,17 @@ def test_some_ranks_have_collectives_of_their_own(numel):
         some.all_reduce(highest, dist.ReduceOp.MAX).wait()
         dealt, gathered, sent = (torch.full((count,), -1) for count in (3, 6, 2))
         some.all_to_all_single(dealt, 10 * rank + torch.arange(3)).wait()
+        uneven = torch.full((3 * (rank + 1), 2), -1)  # rank r gets r + 1 rows of each rank
+        rows = torch.arange(rank, rank + 6)[:, None].expand(6, 2).contiguous()
+        some.all_to_all_single(uneven, rows, [rank + 1] * 3, [1, 2, 3]).wait()
         some.all_gather_single(gathered, torch.tensor([rank, 5])).wait()
         if rank == 1:
             sent.fill_(8)
         some.broadcast(sent, 1).wait()
         assert highest.tolist() == list(range(numel))
         assert dealt.tolist() == [rank, 10 + rank, 20 + rank]
+        first = sum(range(1, rank + 1))
+        assert uneven[:, 0].tolist() == [r + first + i for r in range(3) for i in range(rank + 1)]
         assert gathered.tolist() == [0, 5, 1, 5, 2, 5] and sent.tolist() == [8, 8]
         with pytest.raises(UnsupportedError, match="SUM"):
             some.all_reduce(highest, dist.ReduceOp.SUM)

@@ -36,6 +36,10 @@ def test_stripes_come_together_in_rank_order(world_size, count):
             gathered, exchanged = own.new_empty(world_size * size), own.new_empty(world_size * size)
             works = collectives.all_gather_single(gathered, own[0]), collectives.all_to_all_single(exchanged, own)
             assert all(work.wait() and work.wait() for work in works)
+            alike = torch.empty_like(exchanged)
+            splits = [size] * world_size
+            collectives.all_to_all_single(alike, own.view(-1), splits, splits).wait()
+            assert torch.equal(alike, exchanged)
             for rank, theirs in enumerate(of_ranks):
                 assert torch.equal(gathered.chunk(world_size)[rank], theirs[0])
                 assert torch.equal(exchanged.chunk(world_size)[rank], theirs[transport.rank])
