@@ -48,11 +48,13 @@ class Pieces(NamedTuple):
         sent: rows of `input` that go to each rank, in rank order.
         received: rows of `output` that come from each rank, in rank order.
         row: elements of a row.
+        rank: this rank.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     row: int
+    rank: int
 
     def elements_sent(self) -> list[int]:
         return [rows * self.row for rows in self.sent]
@@ -184,8 +186,12 @@ class Call:
 
     def new_counters(self, world_size: int) -> Counters:
         """Counters of a call that begins."""
-        nbytes = self.input.nbytes
-        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_wire_bytes(self.collective, nbytes, world_size))
+        nbytes, pieces = self.input.nbytes, self.pieces
+        if pieces is None:
+            plain_bytes = plain_wire_bytes(self.collective, nbytes, world_size)
+        else:  # all but what the rank keeps
+            plain_bytes = nbytes - pieces.sent[pieces.rank] * pieces.row * self.input.itemsize
+        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_bytes)
 
     def plain_counters(self, world_size: int) -> Counters:
         """Counters of a call that goes plain at once."""

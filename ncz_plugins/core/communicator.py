@@ -534,6 +534,7 @@ class Communicator:
             _split_sizes(f"{collective}: input_split_sizes", sent, len(input), self.world_size),
             _split_sizes(f"{collective}: output_split_sizes", received, len(output), self.world_size),
             rows[0],
+            self.rank,
         )
 
 

@@ -57,6 +57,8 @@ def test_each_piece_arrives_within_one_bound(group, kind):
                     assert torch.equal(got, exact) == (world_size == 1)
             total = communicator.stats.total
             assert total.calls == len(DTYPES)
+            rows = sum(table[rank]) - table[rank][rank]
+            assert total.plain_bytes == rows * ROW * sum(dtype.itemsize for dtype in DTYPES)
             assert kind == "empty" or world_size == 1 or total.compressed_calls == total.calls
 
 
