@@ -1,6 +1,8 @@
 """Compressed collectives, independent of any framework.
 
-communicator      `Communicator`: the public API, one process group with compressed collectives
+communicator      `Communicator`: the public API, one process group from construction to close
+collectives       the collectives of a communicator: torch.distributed's signatures, which become calls
+arguments         what the arguments of collectives must be
 call              one call: its arguments, how it is treated, and what becomes of it; tensors that it joins
 run               the five steps of every call, from decision to counters
 group             state of one group on one rank that lasts from call to call

@@ -1,4 +1,4 @@
-"""Compressed collectives with torch.distributed's signatures: the one way into the core."""
+"""One process group with compressed collectives, from construction to close: the one way into the core."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Call, Joined, Pieces, slices_of
-from .call_description import checksum_of_list, refusal
+from .call import Call
+from .call_description import refusal
 from .call_queue import CallQueue
+from .collectives import Collectives
 from .config import Config
-from .errors import ConfigError, MismatchError, NczError, OutOfMemoryError, PeerError, UnsupportedError
+from .errors import ConfigError, MismatchError, NczError, PeerError
 from .group import Group
 from .on_gpu import GpuCalls
 from .on_host import HostCalls
 from .run import tell
-from .runtime.device import HOST, require_tensor
+from .runtime.device import HOST
 from .runtime.handle import Handle, Handles
-from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .runtime.statistics import Counters, Statistics
-from .training.baseline import Baseline
-from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.base import Transport
 from .transport.connections import timeout_of
@@ -40,7 +38,7 @@ from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
 
 
-class Communicator:
+class Communicator(Collectives):
     """Compressed collectives over one process group.
 
     Args:
@@ -144,209 +142,6 @@ class Communicator:
         if self.config.transport.link_gbps is not None:
             self.transport.link_gbps = self.config.transport.link_gbps
 
-    # ---------------------------------------------------------------- collectives
-
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op=dist.ReduceOp.SUM,
-        async_op: bool = False,
-        *,
-        role: str | None = None,
-        name: str | None = None,
-        parts: Sequence[ParameterSlice] | None = None,
-        kept_as: Sequence[ParameterSlice] | None = None,
-    ):
-        """Sum `tensor` over ranks (or average, for AVG), in place on every rank.
-
-        Parts that are treated differently are reduced in one call for each treatment, from and to memory of their own.
-
-        Args:
-            tensor: contiguous, of any shape, the same number of elements on all ranks. Floats of 16, 32 and 64 bits are
-                compressed; integers and bool go plain.
-            op: of torch.distributed. Sums and averages are compressed, others go plain.
-            role: "gradient", "parameter" or "activation"; tensors of a role that the configuration does not enable go
-                plain. None: the tensor is compressed.
-            name: the parameter's name, by which policies and error feedback know the tensor.
-            parts: the parameters that the tensor consists of, in order, where there are several.
-            kept_as: keys for error feedback, if they should differ from `name`. Ranks may use different keys.
-
-        Returns: a handle if `async_op`, else None.
-
-        Raises ValueError for a role or parts that can't be, UnsupportedError for a tensor that can't be served,
-        MismatchError on every rank where ranks make different calls, PeerError, FrameError, OutOfMemoryError; with
-        `async_op` the last four when the handle is waited for. So do all collectives here.
-        """
-        with _Beginning(self, "all_reduce"):
-            parts = _parts("all_reduce", tensor, name, parts)
-            _require_kept("all_reduce", tensor, name, kept_as)
-            calls = self._sums([ordinary(tensor)], op, [parts], role, kept_as)
-            return self._start(calls, [tensor], async_op)
-
-    def all_reduce_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        op=dist.ReduceOp.SUM,
-        async_op: bool = False,
-        *,
-        role: str | None = None,
-        names: Sequence[str | None] | None = None,
-        parts: Sequence[Sequence[ParameterSlice]] | None = None,
-    ):
-        """Sum each of `tensors` over ranks (or average, for AVG), in place on every rank, in as few calls as possible.
-
-        There is one call for each dtype and treatment, whose tensors are copied together and back. It counts as one
-        call, also where `transport.min_bytes` is compared with its size. All ranks must pass equally many tensors of
-        the same sizes and dtypes, on one device.
-
-        Args:
-            names: for each tensor what `all_reduce` takes as `name`.
-            parts: for each tensor what `all_reduce` takes as `parts`.
-
-        Returns: a handle if `async_op`, else None. Its future gives the list of tensors.
-        """
-        with _Beginning(self, "all_reduce_coalesced"):
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            parts = _parts_of_each("all_reduce_coalesced", tensors, names, parts)
-            calls = self._sums([ordinary(each) for each in tensors], op, parts, role)
-            return self._start(calls, tensors, async_op)
-
-    def reduce_scatter_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op=dist.ReduceOp.SUM,
-        async_op: bool = False,
-        *,
-        role: str | None = None,
-        name: str | None = None,
-        parts: Sequence[ParameterSlice] | None = None,
-        kept_as: Sequence[ParameterSlice] | None = None,
-    ):
-        """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
-
-        Args:
-            output: contiguous, [n] elements in any shape, on the device of `input` and of its dtype.
-            input: contiguous, [world_size * n] elements in any shape; dtypes as of `all_reduce`.
-            parts: those of `input`, all of which must be treated alike.
-            kept_as: see `all_reduce`.
-
-        Returns: a handle if `async_op`, else None.
-
-        Raises what `all_reduce` does; ValueError for other sizes, UnsupportedError for parts that are treated
-        differently.
-        """
-        with _Beginning(self, "reduce_scatter_single"):
-            self._check_sizes("reduce_scatter_single", whole=input, part=output)
-            parts = _parts("reduce_scatter_single", input, name, parts)
-            _require_kept("reduce_scatter_single", input, name, kept_as)
-            memory = ordinary(input), ordinary(output)
-            call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
-            return self._start([call], [output], async_op)
-
-    reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.13
-
-    def all_gather_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        async_op: bool = False,
-        *,
-        role: str | None = None,
-        name: str | None = None,
-        baseline: Baseline | None = None,
-    ):
-        """Put the `input` of every rank into `output`, in rank order.
-
-        A rank's own part comes out with the same loss as on its peers, so that all ranks agree.
-
-        Args:
-            output: contiguous, [world_size * n] elements in any shape, on the device of `input` and of its dtype.
-            input: contiguous, [n] elements in any shape; dtypes as of `all_reduce`. It may be this rank's part of
-                `output`.
-            baseline: send what has changed since the last call with the same baseline, without loss. `output` still
-                holds that call's result, but for what this rank has changed in its own part.
-
-        Returns: a handle if `async_op`, else None.
-
-        Raises what `all_reduce` does, and ValueError for other sizes.
-        """
-        with _Beginning(self, "all_gather_single"):
-            self._check_sizes("all_gather_single", whole=output, part=input)
-            parts = _parts("all_gather_single", output, name, None)
-            memory = ordinary(input), ordinary(output)
-            call = Call("all_gather_single", *memory, role=role, parts=parts, baseline=baseline)
-            return self._start([call], [output], async_op)
-
-    all_gather_into_tensor = all_gather_single  # torch's name before 2.13
-
-    def broadcast(
-        self,
-        tensor: Tensor,
-        src: int,
-        async_op: bool = False,
-        *,
-        role: str | None = None,
-        name: str | None = None,
-        baseline: Baseline | None = None,
-    ):
-        """Replace `tensor` on every rank by what the global rank `src` holds.
-
-        It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
-
-        Args:
-            tensor: contiguous, of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
-            baseline: as in `all_gather_single`.
-
-        Returns: a handle if `async_op`, else None.
-
-        Raises what `all_reduce` does, and UnsupportedError if `src` is no rank of the group.
-        """
-        with _Beginning(self, "broadcast"):
-            if src not in self.ranks:
-                raise UnsupportedError(
-                    f"broadcast: src must be a global rank of this group, one of {self.ranks}, got {src}"
-                )
-            parts = _parts("broadcast", tensor, name, None)
-            root, memory = self.ranks.index(src), ordinary(tensor)
-            call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
-            return self._start([call], [tensor], async_op)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        async_op: bool = False,
-        *,
-        role: str | None = None,
-        name: str | None = None,
-    ):
-        """Send some rows of `input` to each rank, and put the rows of each rank into `output`, in rank order.
-
-        Each rank quantizes what it sends by steps of its own, so the error of an element is at most one bound. Rows
-        that a rank keeps are copied with every bit. Compressed in host memory, and not at a fixed rate.
-
-        Args:
-            output: contiguous, at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It
-                must not share memory with `input`.
-            input: contiguous, at least 1-D; dtypes as of `all_reduce`.
-            output_split_sizes: rows that come from each rank, 0 allowed; None: the same number from each.
-            input_split_sizes: rows that go to each rank, 0 allowed; None: the same number to each.
-
-        Returns: a handle if `async_op`, else None.
-
-        Raises what `all_reduce` does; ValueError for split sizes that can't be; MismatchError on every rank where one
-        sends another number of rows than the other one expects.
-        """
-        with _Beginning(self, "all_to_all_single"):
-            pieces = self._pieces("all_to_all_single", output, input, output_split_sizes, input_split_sizes)
-            parts = _parts("all_to_all_single", input, name, None)
-            memory = ordinary(input), ordinary(output)
-            call = Call("all_to_all_single", *memory, role=role, parts=parts, pieces=pieces)
-            return self._start([call], [output], async_op)
-
     def end_step(self) -> Counters:
         """A step of the training is over: see `Training.end_step`. All handles must have been waited for."""
         return self.training.end_step()
@@ -427,47 +222,6 @@ class Communicator:
 
     # ---------------------------------------------------------------- running
 
-    def _sums(
-        self,
-        tensors: list[Tensor],
-        op,
-        parts: list[Sequence[ParameterSlice]],
-        role: str | None,
-        kept_as: Sequence[ParameterSlice] | None = None,
-    ) -> list[Call]:
-        """The calls that all-reduce tensors: one for each dtype and treatment, in the order in which they come first.
-
-        Tensors of one call are copied together and back.
-        """
-        # One tensor that is one parameter: at once, as small calls are over before all below would be.
-        if len(tensors) == 1 and len(parts[0]) == 1:
-            return [Call("all_reduce", *2 * tensors, op, role=role, parts=parts[0], residual_parts=kept_as)]
-        together = checksum_of_list(tensors) if len(tensors) > 1 else 0
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for at, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(at)
-        calls = []
-        for dtype, places in by_dtype.items():
-            own = [part for at in places for part in parts[at]]
-            alike = self.training.grouped(own, dtype, role, self.ranks)
-
-            # A tensor that stands alone and is treated as a whole needs no copy.
-            if len(places) == len(alike) == 1:
-                tensor = tensors[places[0]]
-                call = Call("all_reduce", tensor, tensor, op, role=role, parts=own, residual_parts=kept_as)
-                call.together = together
-                calls.append(call)
-                continue
-
-            slices = [piece for at in places for piece in slices_of(tensors[at], parts[at])]
-            for _, indices in alike:
-                joined = Joined([slices[at] for at in indices])
-                its_parts = [own[at] for at in indices]
-                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts, joined=joined)
-                call.residual_parts, call.together = kept_as, together
-                calls.append(call)
-        return calls
-
     def _start(self, calls: list[Call], outputs: Sequence[Tensor], async_op: bool) -> Handle | None:
         """Begin calls, and wait for them unless `async_op`. Returns a handle that gives `outputs` if `async_op`."""
         calls_there = self._on(calls[0].input.device)
@@ -511,53 +265,6 @@ class Communicator:
             with suppress(NczError):  # what matters is why it was refused
                 tell(self._queue, self._group, collective, refusal(self._group.calls))
 
-    def _check_sizes(self, collective: str, whole: Tensor, part: Tensor) -> None:
-        _require_one_device(collective, whole, part)
-        if whole.numel() != part.numel() * self.world_size:
-            larger, smaller = ("input", "output") if collective == "reduce_scatter_single" else ("output", "input")
-            wanted = f"{larger} must have {self.world_size} (ranks) times the elements of {smaller}"
-            raise ValueError(f"{collective}: {wanted}, got {whole.numel()} and {part.numel()}")
-
-    def _pieces(
-        self, collective: str, output: Tensor, input: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
-    ) -> Pieces:
-        """The rows that go to each rank and come from each. Raises ValueError and UnsupportedError."""
-        _require_one_device(collective, input, output)
-        if input.dim() == 0 or output.dim() == 0:
-            raise ValueError(f"{collective}: input and output must have rows, got a tensor without dimensions")
-        rows = [tensor.shape[1:].numel() for tensor in (input, output)]
-        if rows[0] != rows[1]:
-            raise ValueError(f"{collective}: rows of input and output must have one size, got {rows[0]} and {rows[1]}")
-        if input.numel() and input.data_ptr() == output.data_ptr():
-            raise ValueError(f"{collective}: output must have memory of its own, got that of input")
-        return Pieces(
-            _split_sizes(f"{collective}: input_split_sizes", sent, len(input), self.world_size),
-            _split_sizes(f"{collective}: output_split_sizes", received, len(output), self.world_size),
-            rows[0],
-            self.rank,
-        )
-
-
-def _require_one_device(collective: str, one: Tensor, other: Tensor) -> None:
-    """Raise UnsupportedError unless both are tensors that can be served, on one device."""
-    require_tensor(one)
-    require_tensor(other)
-    if one.device != other.device:
-        where = f"{one.device} and {other.device}"
-        raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
-
-
-def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) -> tuple[int, ...]:
-    """Rows for each rank. Raises ValueError unless they are all of them."""
-    if sizes is None:
-        if rows % ranks:
-            raise ValueError(f"{what} must be given, as {rows} rows are no multiple of {ranks} ranks")
-        return (rows // ranks,) * ranks
-    sizes = tuple(map(int, sizes))
-    if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
-        raise ValueError(f"{what} must be {ranks} numbers that add up to {rows} rows, got {list(sizes)}")
-    return sizes
-
 
 def _require_settings_of(training: Training, config: Config) -> None:
     """Raise ConfigError if settings that belong to the training differ: its own would count."""
@@ -567,78 +274,3 @@ def _require_settings_of(training: Training, config: Config) -> None:
                 f"{section}: config and training differ here, and the training's settings would count: pass "
                 "config=None, or make the Training with this configuration"
             )
-
-
-class _Beginning:
-    """A context to begin a call in: outside of inference mode, in which nothing that lasts may be made.
-
-    If this rank can't make its call, the others are told. Each call enters one, so it is no generator.
-    """
-
-    __slots__ = ("_communicator", "_collective", "_outside")
-
-    def __init__(self, communicator: Communicator, collective: str):
-        self._communicator = communicator
-        self._collective = collective
-
-    def __enter__(self) -> None:
-        self._communicator.require_open()
-        self._outside = outside_of_inference_mode()
-        self._outside.__enter__()
-
-    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
-        try:
-            if isinstance(error, (UnsupportedError, ValueError, OutOfMemoryError)):
-                self._communicator.refuse(self._collective)
-        finally:
-            self._outside.__exit__(kind, error, traceback)
-
-
-def _require_kept(collective: str, tensor: Tensor, name: str | None, kept: Sequence[ParameterSlice] | None) -> None:
-    """Raise ValueError unless error feedback can keep a tensor by these parts."""
-    if kept is None:
-        return
-    if name is None:
-        raise ValueError(f"{collective}: kept_as needs a name: pass name as well, or parts alone")
-    if (elements := sum(part.length for part in kept)) != tensor.numel():
-        raise ValueError(f"{collective}: kept_as must have the {tensor.numel()} elements of the tensor, got {elements}")
-
-
-def _parts_of_each(
-    collective: str,
-    tensors: list[Tensor],
-    names: Sequence[str | None] | None,
-    parts: Sequence[Sequence[ParameterSlice]] | None,
-) -> list[Sequence[ParameterSlice]]:
-    """What each of several tensors consists of. Raises ValueError, and UnsupportedError for what can't be served."""
-    for what, given in {"names": names, "parts": parts}.items():
-        if given is not None and len(given) != len(tensors):
-            raise ValueError(
-                f"{collective}: {what} must have one entry for each of {len(tensors)} tensors, got {len(given)}"
-            )
-    if not tensors:
-        raise ValueError(f"{collective}: tensors must hold at least one tensor, got none")
-    names = [None] * len(tensors) if names is None else names
-    found = [
-        _parts(f"{collective}, tensor {at}", tensor, name, None if parts is None else parts[at])
-        for at, (tensor, name) in enumerate(zip(tensors, names))
-    ]
-    if len(devices := dict.fromkeys(str(tensor.device) for tensor in tensors)) > 1:
-        raise UnsupportedError(f"{collective}: all tensors must be on one device, got {' and '.join(devices)}")
-    return found
-
-
-def _parts(
-    collective: str, tensor: Tensor, name: str | None, parts: Sequence[ParameterSlice] | None
-) -> Sequence[ParameterSlice]:
-    """What a tensor consists of: one parameter, called `name`, unless told."""
-    require_tensor(tensor)
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
-    if parts is None:
-        return [ParameterSlice(name, tensor.numel())]
-    if name is not None:
-        raise ValueError(f"{collective}: pass name or parts, not both, got name={name!r}")
-    if (elements := sum(part.length for part in parts)) != tensor.numel():
-        raise ValueError(f"{collective}: parts must have the {tensor.numel()} elements of the tensor, got {elements}")
-    return parts

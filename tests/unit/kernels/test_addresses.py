@@ -200,7 +200,7 @@ ASKS_FOR_ADDRESSES = {
     # To compare addresses, which nobody follows.
     "kernels/cuda/frames.py": {"_where_words_are"},
     "core/codec/tensor_codec.py": {"decode"},
-    "core/communicator.py": {"_pieces"},
+    "core/arguments.py": {"pieces_of"},
     "core/run.py": {"_recorded"},
     "core/transport/small.py": {"_overlaps"},
     "deepspeed/parameter_slices.py": {"parts_of"},

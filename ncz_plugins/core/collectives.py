@@ -1,0 +1,317 @@
+"""The collectives of a Communicator: torch.distributed's signatures, which become calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arguments import parts_of, parts_of_each, pieces_of, require_kept, require_sizes
+from .call import Call, Joined, slices_of
+from .call_description import checksum_of_list
+from .errors import OutOfMemoryError, UnsupportedError
+from .runtime.handle import Handle
+from .runtime.inference_mode import ordinary, outside_of_inference_mode
+from .training.baseline import Baseline
+from .training.policy import ParameterSlice
+from .training.state import Training
+
+
+class Collectives:
+    """The collectives of one process group. `Communicator` begins and runs the calls that are made here.
+
+    Attributes:
+        rank: this rank's number within the group.
+        world_size: number of ranks.
+        ranks: their global ranks.
+        training: see `Communicator`.
+    """
+
+    rank: int
+    world_size: int
+    ranks: list[int]
+    training: Training
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        parts: Sequence[ParameterSlice] | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
+    ):
+        """Sum `tensor` over ranks (or average, for AVG), in place on every rank.
+
+        Parts that are treated differently are reduced in one call for each treatment, from and to memory of their own.
+
+        Args:
+            tensor: contiguous, of any shape, the same number of elements on all ranks. Floats of 16, 32 and 64 bits are
+                compressed; integers and bool go plain.
+            op: of torch.distributed. Sums and averages are compressed, others go plain.
+            role: "gradient", "parameter" or "activation"; tensors of a role that the configuration does not enable go
+                plain. None: the tensor is compressed.
+            name: the parameter's name, by which policies and error feedback know the tensor.
+            parts: the parameters that the tensor consists of, in order, where there are several.
+            kept_as: keys for error feedback, if they should differ from `name`. Ranks may use different keys.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises ValueError for a role or parts that can't be, UnsupportedError for a tensor that can't be served,
+        MismatchError on every rank where ranks make different calls, PeerError, FrameError, OutOfMemoryError; with
+        `async_op` the last four when the handle is waited for. So do all collectives here.
+        """
+        with Beginning(self, "all_reduce"):
+            parts = parts_of("all_reduce", tensor, name, parts)
+            require_kept("all_reduce", tensor, name, kept_as)
+            calls = self._sums([ordinary(tensor)], op, [parts], role, kept_as)
+            return self._start(calls, [tensor], async_op)
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        names: Sequence[str | None] | None = None,
+        parts: Sequence[Sequence[ParameterSlice]] | None = None,
+    ):
+        """Sum each of `tensors` over ranks (or average, for AVG), in place on every rank, in as few calls as possible.
+
+        There is one call for each dtype and treatment, whose tensors are copied together and back. It counts as one
+        call, also where `transport.min_bytes` is compared with its size. All ranks must pass equally many tensors of
+        the same sizes and dtypes, on one device.
+
+        Args:
+            names: for each tensor what `all_reduce` takes as `name`.
+            parts: for each tensor what `all_reduce` takes as `parts`.
+
+        Returns: a handle if `async_op`, else None. Its future gives the list of tensors.
+        """
+        with Beginning(self, "all_reduce_coalesced"):
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            parts = parts_of_each("all_reduce_coalesced", tensors, names, parts)
+            calls = self._sums([ordinary(each) for each in tensors], op, parts, role)
+            return self._start(calls, tensors, async_op)
+
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        parts: Sequence[ParameterSlice] | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
+    ):
+        """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
+
+        Args:
+            output: contiguous, [n] elements in any shape, on the device of `input` and of its dtype.
+            input: contiguous, [world_size * n] elements in any shape; dtypes as of `all_reduce`.
+            parts: those of `input`, all of which must be treated alike.
+            kept_as: see `all_reduce`.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does; ValueError for other sizes, UnsupportedError for parts that are treated
+        differently.
+        """
+        with Beginning(self, "reduce_scatter_single"):
+            require_sizes("reduce_scatter_single", self.world_size, whole=input, part=output)
+            parts = parts_of("reduce_scatter_single", input, name, parts)
+            require_kept("reduce_scatter_single", input, name, kept_as)
+            memory = ordinary(input), ordinary(output)
+            call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
+            return self._start([call], [output], async_op)
+
+    reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.13
+
+    def all_gather_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        baseline: Baseline | None = None,
+    ):
+        """Put the `input` of every rank into `output`, in rank order.
+
+        A rank's own part comes out with the same loss as on its peers, so that all ranks agree.
+
+        Args:
+            output: contiguous, [world_size * n] elements in any shape, on the device of `input` and of its dtype.
+            input: contiguous, [n] elements in any shape; dtypes as of `all_reduce`. It may be this rank's part of
+                `output`.
+            baseline: send what has changed since the last call with the same baseline, without loss. `output` still
+                holds that call's result, but for what this rank has changed in its own part.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does, and ValueError for other sizes.
+        """
+        with Beginning(self, "all_gather_single"):
+            require_sizes("all_gather_single", self.world_size, whole=output, part=input)
+            parts = parts_of("all_gather_single", output, name, None)
+            memory = ordinary(input), ordinary(output)
+            call = Call("all_gather_single", *memory, role=role, parts=parts, baseline=baseline)
+            return self._start([call], [output], async_op)
+
+    all_gather_into_tensor = all_gather_single  # torch's name before 2.13
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        baseline: Baseline | None = None,
+    ):
+        """Replace `tensor` on every rank by what the global rank `src` holds.
+
+        It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
+
+        Args:
+            tensor: contiguous, of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
+            baseline: as in `all_gather_single`.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does, and UnsupportedError if `src` is no rank of the group.
+        """
+        with Beginning(self, "broadcast"):
+            if src not in self.ranks:
+                raise UnsupportedError(
+                    f"broadcast: src must be a global rank of this group, one of {self.ranks}, got {src}"
+                )
+            parts = parts_of("broadcast", tensor, name, None)
+            root, memory = self.ranks.index(src), ordinary(tensor)
+            call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
+            return self._start([call], [tensor], async_op)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+    ):
+        """Send some rows of `input` to each rank, and put the rows of each rank into `output`, in rank order.
+
+        Each rank quantizes what it sends by steps of its own, so the error of an element is at most one bound. Rows
+        that a rank keeps are copied with every bit. Compressed in host memory, and not at a fixed rate.
+
+        Args:
+            output: contiguous, at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It
+                must not share memory with `input`.
+            input: contiguous, at least 1-D; dtypes as of `all_reduce`.
+            output_split_sizes: rows that come from each rank, 0 allowed; None: the same number from each.
+            input_split_sizes: rows that go to each rank, 0 allowed; None: the same number to each.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does; ValueError for split sizes that can't be; MismatchError on every rank where one
+        sends another number of rows than the other one expects.
+        """
+        with Beginning(self, "all_to_all_single"):
+            splits = output_split_sizes, input_split_sizes
+            pieces = pieces_of("all_to_all_single", self.rank, self.world_size, output, input, *splits)
+            parts = parts_of("all_to_all_single", input, name, None)
+            memory = ordinary(input), ordinary(output)
+            call = Call("all_to_all_single", *memory, role=role, parts=parts, pieces=pieces)
+            return self._start([call], [output], async_op)
+
+    def _sums(
+        self,
+        tensors: list[Tensor],
+        op,
+        parts: list[Sequence[ParameterSlice]],
+        role: str | None,
+        kept_as: Sequence[ParameterSlice] | None = None,
+    ) -> list[Call]:
+        """The calls that all-reduce tensors: one for each dtype and treatment, in the order in which they come first.
+
+        Tensors of one call are copied together and back.
+        """
+        # One tensor that is one parameter: at once, as small calls are over before all below would be.
+        if len(tensors) == 1 and len(parts[0]) == 1:
+            return [Call("all_reduce", *2 * tensors, op, role=role, parts=parts[0], residual_parts=kept_as)]
+        together = checksum_of_list(tensors) if len(tensors) > 1 else 0
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for at, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(at)
+        calls = []
+        for dtype, places in by_dtype.items():
+            own = [part for at in places for part in parts[at]]
+            alike = self.training.grouped(own, dtype, role, self.ranks)
+
+            # A tensor that stands alone and is treated as a whole needs no copy.
+            if len(places) == len(alike) == 1:
+                tensor = tensors[places[0]]
+                call = Call("all_reduce", tensor, tensor, op, role=role, parts=own, residual_parts=kept_as)
+                call.together = together
+                calls.append(call)
+                continue
+
+            slices = [piece for at in places for piece in slices_of(tensors[at], parts[at])]
+            for _, indices in alike:
+                joined = Joined([slices[at] for at in indices])
+                its_parts = [own[at] for at in indices]
+                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts, joined=joined)
+                call.residual_parts, call.together = kept_as, together
+                calls.append(call)
+        return calls
+
+    # ---------------------------------------------------------------- what a Communicator does with calls
+
+    def _start(self, calls: list[Call], outputs: Sequence[Tensor], async_op: bool) -> Handle | None:
+        """Begin calls, and wait for them unless `async_op`. Returns a handle that gives `outputs` if `async_op`."""
+        raise NotImplementedError
+
+    def require_open(self) -> None:
+        """Raise what broke this communicator, if anything did, and UnsupportedError in a fork of its process."""
+        raise NotImplementedError
+
+    def refuse(self, collective: str) -> None:
+        """Tell the other ranks, which would wait for it, that this one can't make its call."""
+        raise NotImplementedError
+
+
+class Beginning:
+    """A context to begin a call in: outside of inference mode, in which nothing that lasts may be made.
+
+    If this rank can't make its call, the others are told. Each call enters one, so it is no generator.
+    """
+
+    __slots__ = ("_communicator", "_collective", "_outside")
+
+    def __init__(self, communicator: Collectives, collective: str):
+        self._communicator = communicator
+        self._collective = collective
+
+    def __enter__(self) -> None:
+        self._communicator.require_open()
+        self._outside = outside_of_inference_mode()
+        self._outside.__enter__()
+
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        try:
+            if isinstance(error, (UnsupportedError, ValueError, OutOfMemoryError)):
+                self._communicator.refuse(self._collective)
+        finally:
+            self._outside.__exit__(kind, error, traceback)
