@@ -4,6 +4,7 @@ ddp.py            DistributedDataParallel: `ddp.compress(model, "ncclz")`
 fsdp.py           FSDP2: `fsdp.compress(model, "ncclz")`
 replicas.py       the process group that FSDP2 averages replicas over
 tensor_parallel.py  equal gradients for what tensor parallelism replicates
+functional.py     collectives that autograd goes through
 backend.py        the backend "ncz", for programs that offer no other place
 backend_calls.py  its calls: which go compressed, and how they become those of a Communicator
 roles.py          what it takes a tensor for: a gradient, a weight or an activation
