@@ -41,6 +41,20 @@ def test_every_collective_is_right(group, collective):
 
 
 @ranks(3)
+@pytest.mark.parametrize("collective", sorted(CONTENDERS["fp8"].collectives))
+def test_eight_bit_floats_keep_four_digits_in_binary_and_a_quarter_of_the_bytes(group, collective):
+    context = Context(Config(), None, world_size, rank, collective)
+    for numel in (3 * 1000, 3 * 1024):
+        values = data.values(data.noise, rank, numel)
+        with CONTENDERS["fp8"].open(context) as exchange:
+            exchange.load(values)
+            found = exchange.run().clone()
+        exact = verify.exact(collective, values, QuantizerConfig()).values
+        assert found.dtype == torch.float32 and found.shape == exact.shape
+        assert ((found - exact).abs() <= exact.abs() / 16 + 1e-4).all() and not torch.equal(found.double(), exact)
+
+
+@ranks(3)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_values_and_bounds_are_what_they_should_be(group, collective):
     """By an arithmetic of its own."""
@@ -72,7 +86,7 @@ def test_values_and_bounds_are_what_they_should_be(group, collective):
 @ranks(3)
 def test_weights_are_sent_exactly_as_changes(group):
     """Two versions of weights take turns."""
-    config = Config(roles=("parameter",), quantizer={"kind": "lossless"}).model_dump(mode="json")
+    config = Config(roles=("parameter",)).model_dump(mode="json")
     job = replace(JOB, collective="all_gather", peers=["plain", "ncz"], data="weights", config=config, sizes=[1 << 20])
     records = measured(job, [data.weights(data.train(steps)) for steps in (0, 1)])
     if rank == 0:

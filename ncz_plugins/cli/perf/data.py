@@ -120,6 +120,25 @@ class Gradients:
         return self._model.gradient(*_batch(self._text, "gradient", rank, index))
 
 
+class Activations:
+    """Source of hidden states at given weights, token after token: what enters the MLP of each layer."""
+
+    def __init__(self, weights: Tensor):
+        self._model = GPT()
+        nn.utils.vector_to_parameters(weights, self._model.parameters())
+        self._text = _text()
+        self._seen: list[Tensor] = []
+        for block in self._model.blocks:
+            block.norm2.register_forward_hook(lambda _module, _inputs, output: self._seen.append(output))
+
+    @torch.no_grad()
+    def __call__(self, rank: int, index: int) -> Tensor:
+        self._seen.clear()
+        with _one_thread():
+            self._model(*_batch(self._text, "activation", rank, index))
+        return torch.cat([states.flatten() for states in self._seen])
+
+
 def parameter_count() -> int:
     """Number of weights that `trained` returns."""
     return sum(p.numel() for p in GPT().parameters())

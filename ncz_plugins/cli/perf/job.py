@@ -13,6 +13,8 @@ DATA = {
     "after batch at the same weights",
     "field": "smooth random fields of 128^3 points with Kolmogorov's spectrum of turbulence",
     "noise": "Gaussian noise of variance 1",
+    "activation": "hidden states of that GPT, token after token, as they enter its MLPs; ncz sends them as `role: "
+    "activation` says",
     "weights": "for all_gather, bfloat16 weights of that GPT before and after a step of AdamW at 1e-3, in turns: ncz "
     "sends them without loss, as changes",
 }
@@ -43,16 +45,16 @@ class Job:
     timeout: float
 
     @property
-    def sends_weights(self) -> bool:
-        """Whether the data are two versions of bfloat16 weights in turns. Other data are float32 and never change."""
-        return self.data == "weights"
+    def role(self) -> str | None:
+        """Role of the tensors. Weights are two versions in bfloat16 in turns; other data are float32, never changed."""
+        return {"weights": "parameter", "activation": "activation"}.get(self.data)
 
     @property
     def dtype(self) -> str:
         """dtype of the data, by its name in torch."""
-        return "bfloat16" if self.sends_weights else "float32"
+        return "bfloat16" if self.role == "parameter" else "float32"
 
     @property
     def itemsize(self) -> int:
         """Bytes of a value."""
-        return 2 if self.sends_weights else 4
+        return 2 if self.role == "parameter" else 4

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.config import Config
 from ...core.errors import NczError
 from ...core.runtime import trace
+from ...core.training.policy import ParameterSlice, Policies
 from . import verify
 from .contenders import CONTENDERS, Context, Exchange
 from .data import Source, values
@@ -97,6 +98,9 @@ class Measurement:
         # A group of its own for barriers: with the default group they would warm up the connections of plain calls.
         self.between = dist.new_group()
         self.config = Config.load(job.config)
+        # The quantizer of the data's role, for the allowed error.
+        treatment = Policies(self.config).treatment(ParameterSlice(None, 1), torch.float32, job.role, step=0)
+        self.quantizer = treatment.quantizer
         # The first rank of each network namespace counts its bytes.
         self.namespaces = gathered(namespace())
         self._counts_bytes = self.namespaces.index(self.namespaces[self.rank]) == self.rank
@@ -104,7 +108,7 @@ class Measurement:
     def run(self) -> None:
         """Emit a record for each size and contender. Raises NczError if a result is wrong."""
         job = self.job
-        context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective, job.sends_weights)
+        context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective, job.role)
         whole, _ = elements(job.collective, job.sizes[-1], self.ranks, job.itemsize)
         numel = whole // self.ranks if job.collective == "all_gather" else whole
         data = [values(source, self.rank, numel, getattr(torch, job.dtype)) for source in self._sources]
@@ -128,7 +132,7 @@ class Measurement:
         rounds = self.job.repeat or self._rounds(warm_up)
 
         # Let the contenders take turns, and verify the results of the last round.
-        answer = verify.exact(collective, versions[(rounds - 1) % len(versions)], self.config.quantizer)
+        answer = verify.exact(collective, versions[(rounds - 1) % len(versions)], self.quantizer)
         turns = {name: Turns() for name in exchanges}
         for number in range(rounds):
             for name, exchange in exchanges.items():

@@ -87,10 +87,11 @@ def _require_same(job: Job) -> None:
 
 def _sources(job: Job) -> list[data.Source]:
     """Sources of this rank's values; several take turns. All ranks compute gradients at the same weights."""
-    if job.sends_weights:
+    if job.role == "parameter":
         return [data.weights(_trained(more)) for more in (0, 1)]
-    if job.data == "gradient":
-        return [data.Gradients(_trained())]
+    if job.data in ("gradient", "activation"):
+        source = data.Gradients if job.data == "gradient" else data.Activations
+        return [source(_trained())]
     return [{"field": data.field, "noise": data.noise}.get(job.data) or data.from_file(job.data)]
 
 

@@ -51,8 +51,6 @@ def read(options: argparse.Namespace, config: Config, contenders: dict[str, Cont
         raise ConfigError("--data weights needs all_gather and --peers none: only ncz sends changes of a tensor")
     peers, left_out = choose(options.peers, options.collective, contenders)
     settings = config.model_dump(mode="json")
-    if options.data == "weights":
-        settings["roles"], settings["quantizer"]["kind"] = ["parameter"], "lossless"
     found = sizes(options.sizes)
     job = Job(
         collective=options.collective,
@@ -64,6 +62,8 @@ def read(options: argparse.Namespace, config: Config, contenders: dict[str, Cont
         trace=bool(options.trace),
         timeout=call_seconds(ranks.count, found[-1], _MIN_GBPS),
     )
+    if job.role is not None:
+        settings["roles"] = [job.role]
     return Request(job, ranks, contenders, left_out)
 
 

@@ -20,6 +20,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+_COLLECTIVES = ("all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast", "all_to_all_single")
+
+
 class Call(Exchange):
     """Exchange by one call with the signature of torch.distributed.
 
@@ -32,7 +35,6 @@ class Call(Exchange):
         super().__init__(context)
         self._calls = calls
         self._dtype = dtype
-        self._source = dist.get_global_rank(context.group, 0)
         self._collective = {
             "all_reduce": self._all_reduce,
             "reduce_scatter": self._reduce_scatter,
@@ -68,7 +70,7 @@ class Call(Exchange):
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         whole = self._cast("whole", tensor)
-        self._calls.broadcast(whole, self._source)
+        self._calls.broadcast(whole, self.source)
         return whole
 
     def _all_to_all(self, tensor: Tensor) -> Tensor:
@@ -92,14 +94,14 @@ class Ours(Call):
     def __init__(self, context: Context):
         self._communicator = Communicator(context.config, context.group)
         self._baseline = Baseline()
-        super().__init__(context, self._communicator)
+        super().__init__(context, _with_role(self._communicator, context.role))
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
-        if not self.context.sends_weights:
+        if self.context.role != "parameter":
             return super()._all_gather(tensor)
         # A buffer that no other contender uses, as it must still contain the last version.
         whole = self._buffer("weights", tensor.numel() * self.context.world_size, tensor)
-        self._communicator.all_gather_single(whole, tensor, role="parameter", baseline=self._baseline)
+        self._calls.all_gather_single(whole, tensor, baseline=self._baseline)
         return whole
 
     def details(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ class OverNccl(Call):
         # The GPU that a ProcessGroupNCCL2 takes: see `nccl_classes`.
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         self._group = dist.new_group(dist.get_process_group_ranks(context.group), backend="nccl")
-        super().__init__(context, _of_torch(self._group))
+        super().__init__(context, of_torch(self._group))
 
     def load(self, tensor: Tensor) -> None:
         super().load(tensor.to(self._device))
@@ -130,7 +132,8 @@ class OverNccl(Call):
         dist.destroy_process_group(self._group)
 
 
-def _of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
+def of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
+    """The collectives of torch.distributed between the ranks of a group."""
     return SimpleNamespace(
         all_reduce=partial(dist.all_reduce, group=group),
         reduce_scatter_single=partial(reduce_scatter_single, group=group),
@@ -140,8 +143,13 @@ def _of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
     )
 
 
+def _with_role(communicator: Communicator, role: str | None) -> SimpleNamespace:
+    """The collectives of a communicator, for tensors of a role."""
+    return SimpleNamespace(**{name: partial(getattr(communicator, name), role=role) for name in _COLLECTIVES})
+
+
 def _torch(context: Context, dtype: torch.dtype | None = None) -> Call:
-    return Call(context, _of_torch(context.group), dtype)
+    return Call(context, of_torch(context.group), dtype)
 
 
 def _no_nccl() -> str | None:

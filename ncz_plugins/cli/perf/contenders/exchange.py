@@ -16,7 +16,7 @@ from ....core.errors import UnsupportedError
 from .. import COLLECTIVES
 
 ALL = frozenset(COLLECTIVES)
-_SUMS = ("all_reduce", "reduce_scatter")
+SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Context:
         world_size: number of ranks of the group.
         rank: rank in the group.
         collective: one of COLLECTIVES.
-        sends_weights: whether the tensors are versions of weights.
+        role: what the tensors are, if they are no gradients: "parameter" or "activation".
     """
 
     config: Config
@@ -39,7 +39,7 @@ class Context:
     world_size: int
     rank: int
     collective: str
-    sends_weights: bool = False
+    role: str | None = None
     _kept: dict[str, tuple[Hashable, Any]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
@@ -71,9 +71,14 @@ class Exchange(ABC):
         self.context = context
 
     @property
+    def source(self) -> int:
+        """Global rank that a broadcast starts from: the first of the group."""
+        return dist.get_global_rank(self.context.group, 0)
+
+    @property
     def op(self) -> str:
         """Reduction of the result: "sum" or "avg" over ranks, "none" if nothing is added."""
-        return self.summed if self.context.collective in _SUMS else "none"
+        return self.summed if self.context.collective in SUMS else "none"
 
     def load(self, tensor: Tensor) -> None:
         """Copy the input of the next run to where this contender needs it. Not timed: a training step leaves it there.

@@ -15,7 +15,9 @@ def gradients():
 
 @pytest.fixture
 def sources(gradients):
-    return {"gradient": gradients, "field": data.field, "noise": data.noise, "weights": data.weights(data.train(0))}
+    untrained = data.train(0)
+    others = {"weights": data.weights(untrained), "activation": data.Activations(untrained)}
+    return {"gradient": gradients, "field": data.field, "noise": data.noise, **others}
 
 
 @pytest.mark.parametrize("name", DATA)
