@@ -11,6 +11,8 @@ weights; "deepspeed-bf16" trains in bf16, "deepspeed-zero-3" with ZeRO 3 as well
 times; seconds are the median over the steps of all rounds, without the first steps of each. Bytes are what the kernel
 counted as sent by rank 0's node. Where bytes are those of gradients depends on the framework: FSDP2's hold the weights
 that it gathers in the backward pass. With DiLoCo a step is a round: 10 steps of each replica and one synchronization.
+"experts" is the GPT with 4 experts in each layer, half of them on each rank, and the bytes are those of the backward
+pass: gradients of weights, and of what went to experts and came back.
 
 Both ranks share this machine's cores with the network, and each computes on one core: absolute times tell little,
 their ratios are for a step that computes and communicates in about these shares.
@@ -52,6 +54,7 @@ COLORS = {
     "plain": "#7f7f7f",
     "bf16": "#edae49",
     "fp16": "#edae49",
+    "fp8": "#00798c",
     "powersgd": "#66a182",
     "ncclz": "#d1495b",
     "weights too": "#8f2d56",
@@ -228,6 +231,18 @@ def _diloco(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
     return _by_argument("DiLoCo", "train_diloco.py", settings, arguments, folder)
 
 
+def _experts(arguments: argparse.Namespace, folder: Path) -> Iterator[Runs]:
+    """Experts shared out over the ranks: their tokens travel in the forward and in the backward pass."""
+    ncclz = _ncclz(arguments)
+    casts = {
+        "bf16": ("bf16", {"tokens": "bfloat16", "hook": "bf16_compress_hook"}),
+        "fp8": ("fp8", {"tokens": "float8_e4m3fn, a scale for each", "hook": "bf16_compress_hook"}),
+    }
+    roles = {"roles": ["gradient", "activation"]}
+    settings = {"plain": ("none", {}), **casts, "ncclz": (_written(ncclz, folder / "ncclz.json"), ncclz | roles)}
+    return _by_argument("experts", "train_experts.py", settings, arguments, folder)
+
+
 def _by_argument(
     framework: str,
     script: str,
@@ -250,6 +265,7 @@ FRAMEWORKS = {
     "ddp": _ddp,
     "fsdp": _fsdp,
     "diloco": _diloco,
+    "experts": _experts,
 }
 
 

@@ -45,7 +45,11 @@ def mean_over_ranks(value: torch.Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def train(model, optimizer, schedule, corpus: Corpus, arguments, report: Report):
+def clip(model: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def train(model, optimizer, schedule, corpus: Corpus, arguments, report: Report, clip=clip):
     context = model.module.config.context
     model.train()
     for step in range(arguments.steps):
@@ -55,7 +59,7 @@ def train(model, optimizer, schedule, corpus: Corpus, arguments, report: Report)
         loss = model(tokens, targets)
         with report.gradient_traffic:
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model)
         optimizer.step()
         schedule.step()
         report.end_step(step, loss)

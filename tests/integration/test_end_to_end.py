@@ -9,7 +9,7 @@ from links import needs_links
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_horovod, needs_links]
 
-SIZES = "--frameworks ddp --layers 2 --width 64 --steps 5 --rounds 1 --link 100mbit".split()
+SIZES = "--frameworks ddp,experts --layers 2 --width 64 --steps 5 --rounds 1 --link 100mbit".split()
 
 
 def test_every_kind_is_trained_and_told(tmp_path):
@@ -20,8 +20,11 @@ def test_every_kind_is_trained_and_told(tmp_path):
     assert "DDP" in outcome.output
     assert found["link"] == "100mbit" and "--layers 2" in found["command"]
 
-    runs = {run["name"]: run for run in found["runs"]}
-    assert {run["framework"] for run in found["runs"]} == {"DDP"}
+    of_ddp, of_experts = (
+        {run["name"]: run for run in found["runs"] if run["framework"] == framework} for framework in ("DDP", "experts")
+    )
+    assert len(of_ddp) + len(of_experts) == len(found["runs"])
+    runs = of_ddp
     assert runs.pop("powersgd")["replicas_identical"]
     plain, half, ours = (runs.pop(name) for name in ("plain", "bf16", "ncclz"))
     assert not runs
@@ -36,3 +39,9 @@ def test_every_kind_is_trained_and_told(tmp_path):
         assert len(run["seconds"]) == 2 and len(run["losses"]) == 5
         assert run["training_loss"] == pytest.approx(plain["training_loss"], rel=0.05)
         assert run["speed_up"] == pytest.approx(plain["step_seconds"] / run["step_seconds"])
+
+    # Tokens on their way to experts and back are cast, or compressed, as gradients are.
+    sent = {name: run["bytes_per_step"] / of_experts["plain"]["bytes_per_step"] for name, run in of_experts.items()}
+    assert sent["bf16"] < 0.6 and sent["fp8"] < 0.45 and sent["ncclz"] < 0.35, sent
+    assert all(run["replicas_identical"] for run in of_experts.values())
+    assert of_experts["ncclz"]["compression_ratio"] > 3
