@@ -58,14 +58,9 @@ def by_dtype(*dtypes: torch.dtype) -> Bypass | None:
     return Bypass.DTYPE if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES else None
 
 
-def by_rate(dtype: torch.dtype, config: Config, exchanges: bool = False) -> Bypass | None:
-    """What is not compressed at a fixed rate.
-
-    EXCHANGE for pieces that ranks exchange. DTYPE for float64, as scales are bfloat16 and lack the range of float64.
-    """
-    if config.quantizer.bits is None:
-        return None
-    return Bypass.EXCHANGE if exchanges else Bypass.DTYPE if dtype == torch.float64 else None
+def by_rate(dtype: torch.dtype, config: Config) -> Bypass | None:
+    """DTYPE for float64 at a fixed rate, as scales are bfloat16 and lack its range."""
+    return Bypass.DTYPE if config.quantizer.bits is not None and dtype == torch.float64 else None
 
 
 def by_warm_up(step: int, config: Config) -> Bypass | None:
@@ -78,11 +73,11 @@ def by_policy(policy: Policy) -> Bypass | None:
     return Bypass.POLICY if policy.action == "skip" else None
 
 
-def by_size(nbytes: int, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
+def by_size(nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
     """TOO_SMALL for tensors below `min_bytes`, whose time is mostly latency; FAST_LINK where `min_bytes` is never.
 
     Args:
-        nbytes: bytes of the whole tensor.
+        nbytes: bytes of the whole tensor; infinity: not known yet.
         config: must be resolved.
         ranks: number of ranks; None: more than two, or unknown.
     """

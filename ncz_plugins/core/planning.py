@@ -85,7 +85,8 @@ def _exchange(group: Group, call: Call) -> Plan:
     sent, received = (
         Layout.of(lengths, *cut) for lengths in (call.pieces.elements_sent(), call.pieces.elements_received())
     )
-    return Plan(sent, _flat(call.input), _flat(call.output), range(0), exchange, received)
+    schedule = exchange if call.config.quantizer.bits is None else fixed_rate.exchange
+    return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received)
 
 
 def _sum(group: Group, call: Call) -> Plan:

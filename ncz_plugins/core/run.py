@@ -15,6 +15,7 @@ collective, count.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.backend import Backend
+from ..kernels.backend import Backend, GpuBackend
 from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call
 from .call_description import (
@@ -38,7 +39,7 @@ from .call_description import (
 )
 from .call_queue import CallQueue
 from .codec.coded_tensor import Codec, CodedTensor
-from .codec.fixed_rate import FixedRateCodec
+from .codec.fixed_rate import FixedRateCodec, FixedRatePieces
 from .codec.from_config import codec_for, coding_for, noise_for
 from .codec.gpu_codec import BATCH_ELEMENTS, Outcome
 from .codec.layout import Window
@@ -113,7 +114,9 @@ def decide(group: Group, call: Call) -> None:
     if call.baseline is not None:
         treatment = treatment.without_loss()
     call.config = treatment.settings(call.config)
-    call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config, call.pieces is not None)
+    call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
+    if call.bypass is None and call.pieces is not None and group.on_gpu and call.config.quantizer.bits is None:
+        call.bypass = Bypass.EXCHANGE
 
     # At a fixed rate there is no coder.
     is_coded = call.bypass is None and call.config.quantizer.bits is None
@@ -140,10 +143,9 @@ def _decision(group: Group, call: Call) -> _Decision:
     bypass = before_call(config, group.world_size, call.role, call.op, (call.input.dtype, call.output.dtype))
     if bypass:
         require_plain(call)
-    elif call.pieces is None:
-        bypass = by_size(call.larger.nbytes, config, group.on_gpu, group.world_size)
-    elif group.on_gpu:
-        bypass = Bypass.EXCHANGE
+    else:  # ranks that exchange pieces know of the largest later
+        nbytes = call.larger.nbytes if call.pieces is None else math.inf
+        bypass = by_size(nbytes, config, group.on_gpu, group.world_size)
     if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
     found = group.decisions[key] = _Decision(config, bypass, signature_described(call))
@@ -361,12 +363,14 @@ def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int]) -> Tens
     return rows[0]
 
 
-def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> PiecesCodec | Bypass:
+def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
     """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
     # The rank that sends most decides for all.
     most = int(_rows_of_all(call, transport, ranks).sum(1).max()) * call.pieces.row * call.input.itemsize
     if bypass := by_size(most, call.config, ranks=transport.world_size):
         return bypass
+    if call.config.quantizer.bits is not None:
+        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
     made = call.plan
     return PiecesCodec(
         call.config,
@@ -463,9 +467,20 @@ def _forecast_key(call: Call) -> str:
     return f"{call.collective} {made.layout.lengths} {call.input.dtype} {call.root} {made.divisor} {bound}"
 
 
-def _fixed_rate_codec(call: Call, backend: Backend, transport: CollectiveTransport) -> FixedRateCodec:
+def _fixed_rate_codec(call: Call, backend: Backend, transport: CollectiveTransport) -> FixedRateCodec | FixedRatePieces:
     """The codec of a call that needs no agreement. Waits for no GPU."""
     made = call.plan
+    if made.pieces is not None:
+        return FixedRatePieces(
+            backend,
+            CodedTensor(made.layout, made.source),
+            CodedTensor(made.pieces, output=made.output),
+            transport.rank,
+            call.config.quantizer.bits,
+            call.counters,
+            isinstance(backend, GpuBackend),
+            noise_for(call.config, made.number, transport.rank, transport.world_size),
+        )
     source = made.source if made.within_node is None else made.within_node(transport, call.counters)
     if made.feedback:
         source = made.feedback.added_to(source)

@@ -10,7 +10,7 @@ from calls import decided, planned, run_decided, run_planned
 from ranks import play
 from test_cuda_batches import CountingLauncher
 
-from ncz_plugins.core.call import Call
+from ncz_plugins.core.call import Call, Pieces
 from ncz_plugins.core.codec.coded_tensor import CodedTensor
 from ncz_plugins.core.codec.gpu_codec import GpuCodec, Outcome
 from ncz_plugins.core.codec.layout import Layout, Window
@@ -30,7 +30,7 @@ from ncz_plugins.core.transport.base import replace_by_largest
 from ncz_plugins.core.transport.striped import StripedCollectives
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
-from ncz_plugins.kernels.format import CHUNK, HEADER, HEADER_BYTES, Coder, Coding, blocks_of
+from ncz_plugins.kernels.format import CHUNK, HEADER, HEADER_BYTES, RATE_BLOCK, Coder, Coding, blocks_of, packed_bytes
 
 SUM = torch.distributed.ReduceOp.SUM
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -168,6 +168,66 @@ def test_a_fixed_rate_needs_no_host(kind, world_size):
     on_gpu = play(world_size, lambda transport: body(transport, emulated=True))
     for tensor in (*on_cpu, *on_gpu):
         assert torch.equal(tensor.view(torch.int32), on_cpu[0].view(torch.int32))
+
+
+# Elements that each of 3 ranks sends to each.
+TABLES = {
+    "even": [[CHUNK + 17] * 3] * 3,
+    "even blocks": [[2 * RATE_BLOCK] * 3] * 3,
+    "rows of blocks": [[256, 512, 0], [1024, 256, 768], [0, 0, 256]],
+    "uneven": [[100, 4099, 1], [257, 255, 3 * CHUNK], [9, 0, 512]],
+    "sparse": [[0, 300, 0], [0, 0, 0], [0, 0, 77]],
+    "empty": [[0] * 3] * 3,
+}
+
+
+def pieces_call(rank: int, table: list[list[int]], dtype=torch.float32, fill=None) -> Call:
+    """An all_to_all_single of rows of one element."""
+    sent, received = table[rank], [of_one[rank] for of_one in table]
+    tensor = torch.randn(sum(sent), generator=torch.Generator().manual_seed(rank)).to(dtype)
+    if fill is not None:
+        fill(rank, tensor)
+    output = torch.full([sum(received)], 7.0, dtype=dtype)
+    pieces = Pieces(tuple(sent), tuple(received), 1, rank)
+    parts = [ParameterSlice(None, tensor.numel())]
+    return Call("all_to_all_single", tensor, output, pieces=pieces, parts=parts)
+
+
+@pytest.mark.parametrize("kind", ["error_bound", "stochastic"])
+@pytest.mark.parametrize("name", TABLES)
+def test_pieces_at_a_fixed_rate_need_no_host(name, kind):
+    """The bits of the CPU, a launch of each kernel for all pieces, and nothing that waits for the device."""
+    quantizer = {"kind": kind, "mode": "bits", "value": 4, "seed": 5}
+    config = Config(quantizer=quantizer, transport={"min_bytes": 0}).resolved()
+    table = TABLES[name]
+
+    def body(transport, emulated):
+        rank, outcomes = transport.rank, []
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            ours = Group(Training(config), config, range(3), rank)
+            call = decided(ours, pieces_call(rank, table, dtype))
+            assert call.bypass is None
+            enter(ours, call)
+            if emulated:
+                launcher = CountingLauncher(seed=1)
+                queue(ours, call, CudaBackend(launcher), transport)
+                pack = "ncz_pack_at_random" if kind == "stochastic" else "ncz_pack"
+                expected = {"ncz_block_magnitudes": 1, pack: 1} if any(table[rank]) else {}
+                came = any(of_one[rank] for of_one in table)
+                assert launcher.launched == expected | ({"ncz_unpack": 1} if came else {})
+            else:
+                run(ours, call, Host(), transport)
+            total = ours.training.stats.total
+            assert total.compressed_calls == (emulated or any(map(any, table)))
+            outcomes.append(call.output.view(torch.uint8))
+        return torch.cat(outcomes), total.wire_bytes
+
+    on_cpu = play(3, lambda transport: body(transport, emulated=False))
+    on_gpu = play(3, lambda transport: body(transport, emulated=True))
+    for rank, ((ours, sent), (expected, _)) in enumerate(zip(on_gpu, on_cpu)):
+        assert torch.equal(ours, expected)
+        blocks = sum(-(-length // RATE_BLOCK) for to, length in enumerate(table[rank]) if to != rank)
+        assert sent == blocks * (2 + packed_bytes(4))
 
 
 def damaging(byte: int):

@@ -93,6 +93,33 @@ def test_every_way_to_quantize(group, quantizer):
             assert (its - block).abs().max() <= 1.001 * quantizer["value"] * scale
 
 
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("kind", ["even", "uneven", "empty", "one", "sparse"])
+@pytest.mark.parametrize("quantizer", [{"value": 4}, {"value": 8, "kind": "stochastic", "seed": 3}], ids=str)
+def test_a_fixed_rate(group, kind, quantizer):
+    """Blocks of 256 begin with each piece; what a rank keeps is copied; float64 goes plain."""
+    table, bits = splits(kind), quantizer["value"]
+    config = {"quantizer": {"mode": "bits"} | quantizer, "transport": {"min_bytes": 0}}
+    with Communicator(config, group) as communicator:
+        for dtype in DTYPES:
+            got, exact = exchanged(communicator, table, dtype, async_op=dtype == torch.bfloat16)
+            lengths = [of_one[rank] for of_one in table]
+            for source, (piece, result) in enumerate(zip(exact.split(lengths), got.split(lengths))):
+                if source == rank or dtype == torch.float64 or not piece.numel():
+                    assert torch.equal(piece, result)
+                    continue
+                for block, its in zip(piece.flatten().double().split(256), result.flatten().double().split(256)):
+                    step = block.abs().max() * (1 + 2**-7) / (2 ** (bits - 1) - 1)
+                    allowed = step * (1 if "seed" in quantizer else 0.5) + 2 * HALF_ULP[dtype] * block.abs()
+                    assert ((its - block).abs() <= 1.0001 * allowed).all()
+        total = communicator.stats.total
+        peers = [rows * ROW for to, rows in enumerate(table[rank]) if to != rank]
+        if world_size > 1 and kind != "empty":
+            assert total.compressed_calls == 3 and total.bypasses == {"dtype": 1}, total
+            coded = 3 * sum(-(-elements // 256) * (2 + 32 * bits) for elements in peers)
+            assert coded <= total.wire_bytes - 8 * sum(peers) < coded + 2000 * world_size  # and comparisons
+
+
 @ranks(2, 3)
 def test_values_that_cannot_be_quantized_arrive_with_every_bit(group):
     def with_nan(source, numel, dtype):
@@ -141,11 +168,12 @@ def test_small_calls_and_roles_go_plain_on_all_ranks_alike(group):
         communicator.all_to_all_single(output, torch.arange(2 * world_size) + 100 * rank)
         assert output.tolist() == [100 * source + 2 * rank + i for source in range(world_size) for i in range(2)]
         assert communicator.stats.total.bypasses == {"role not enabled": 1, "dtype": 1}
-    config = {"quantizer": {"mode": "bits", "value": 4}, "transport": {"min_bytes": 0}}
-    with Communicator(config, group) as communicator:
-        got, exact = exchanged(communicator, table, torch.float32)
-        assert torch.equal(got, exact)
-        assert communicator.stats.total.bypasses == {"exchange on a GPU or at a fixed rate": 1}
+    for min_bytes, reason in (("1GiB", "too small"), ("never", "link too fast")):
+        config = {"quantizer": {"mode": "bits", "value": 4}, "transport": {"min_bytes": min_bytes}}
+        with Communicator(config, group) as communicator:
+            got, exact = exchanged(communicator, table, torch.float32)
+            assert torch.equal(got, exact)
+            assert communicator.stats.total.bypasses == {reason: 1}
 
 
 @ranks(3)

@@ -52,13 +52,20 @@ def test_the_bits_are_those_of_the_cpu(group, case):
                 sent = mine(where)
                 communicator.broadcast(sent, world_size - 1)
                 assert near(sent, everyone[-1])
+                exchanged, rows = torch.empty(world_size * (rank + 1) * 77_777, device=where), range(1, world_size + 1)
+                pieces = torch.cat([mine(where)[: 77_777 * each] for each in rows])
+                splits = [77_777 * (rank + 1)] * world_size, [77_777 * each for each in rows]
+                communicator.all_to_all_single(exchanged, pieces, *splits)
+                assert all(near(got, of[: len(got)]) for got, of in zip(exchanged.chunk(world_size), everyone))
                 results += [whole, sent]
+                digests.append([digest(exchanged.cpu())])
             residuals = communicator.training.residuals.by_name.values()
             digests.append([digest(each.cpu()) for each in (*results, *residuals)])
             total = communicator.stats.total
-            assert total.compressed_calls == len(results) + (len(results) > 3) and not total.bypasses, total
-    assert digests[0] == digests[1]
-    same_on_all_ranks(digests[0][: len(results)], group)
+            assert total.compressed_calls == len(results) + 2 * (len(results) > 3) and not total.bypasses, total
+    half = len(digests) // 2
+    assert digests[:half] == digests[half:]
+    same_on_all_ranks(digests[-1][: len(results)], group)
 
 
 @ranks(2, 3, gpu=True)
@@ -125,12 +132,16 @@ def test_a_cuda_graph_repeats_a_call_with_what_is_in_the_tensor_then(group):
         communicator.all_reduce(mine())
         static = mine()
         graph = torch.cuda.CUDAGraph()
+        rows = [(NUMEL + other) // world_size for other in range(world_size)]
+        pieces = torch.empty(world_size * rows[rank], device=device)
         with torch.cuda.graph(graph):
             communicator.all_reduce(static)
             twice = 2 * static
+            communicator.all_to_all_single(pieces, twice, [rows[rank]] * world_size, rows)
         for factor in (1, 3):
             static.copy_(everyone[rank] * factor)
             graph.replay()
+            assert near(pieces[: rows[rank]], 2 * factor * exact[sum(rows[:rank]) :][: rows[rank]])
             expected = mine() * factor
             communicator.all_reduce(expected)
             assert digest(static.cpu()) == digest(expected.cpu())

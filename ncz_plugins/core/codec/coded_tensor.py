@@ -62,3 +62,22 @@ class Codec(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Return once all encoding and decoding is done."""
+
+
+class ExchangingCodec(Codec):
+    """Codec of pieces that ranks send each other, where nothing is summed.
+
+    Attributes:
+        tensor: its layout has a segment for each rank: the piece that goes there. `source` holds all of them.
+        received: its layout has a segment for each rank: the piece that comes from there. `output` holds all of them.
+    """
+
+    received: CodedTensor
+
+    def copy_own(self, rank: int) -> None:
+        """Copy the piece that stays on this rank, with every bit."""
+        own = self.source[self.layout.segment(rank)]
+        self.received.output[self.received.layout.segment(rank)].copy_(own)
+
+    def for_segments(self, segments: range) -> Codec:
+        raise NotImplementedError("pieces are exchanged between all ranks at once")

@@ -5,8 +5,10 @@ There are no frames and no headers. As in an uncompressed collective, both sides
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from ...kernels.backend import Backend
 from ...kernels.format import RATE_BLOCK, SCALE_BLOCK, Noise, Rows, packed_bytes, rate_blocks_of
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from .coded_tensor import Codec, CodedTensor
+from .coded_tensor import Codec, CodedTensor, ExchangingCodec
 from .layout import Layout, Window
 
 
@@ -165,3 +167,116 @@ class FixedRateCodec(Codec):
 
     def _new_bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self.source.data.device)
+
+
+class _Coded(NamedTuple):
+    """Neighbouring pieces that one call of a kernel codes.
+
+    Attributes:
+        elements: theirs, as an index into the values.
+        rows: their blocks.
+        blocks: the same blocks among those of all pieces.
+    """
+
+    elements: slice
+    rows: Rows
+    blocks: slice
+
+
+@dataclass
+class FixedRatePieces(ExchangingCodec):
+    """Codec of pieces that ranks send each other, with `bits` bits for each value. Each piece begins a new block.
+
+    Attributes:
+        backend, tensor, received, bits, counters, synchronize: see FixedRateCodec and ExchangingCodec.
+        rank: this rank. What it keeps is copied, but has its place among blocks.
+        at_once: code all pieces by one launch of each kernel, and what this rank keeps with them. False: one by one.
+        noise: random numbers of a stochastic quantizer, beginning at the first block; None: round to nearest.
+    """
+
+    backend: Backend
+    tensor: CodedTensor
+    received: CodedTensor
+    rank: int
+    bits: int
+    counters: Counters
+    at_once: bool = False
+    noise: Noise | None = None
+    synchronize: Callable[[], None] = lambda: None
+
+    def finish(self) -> None:
+        self.synchronize()
+
+    @property
+    def sent_blocks(self) -> list[int]:
+        """Blocks that go to each rank."""
+        return list(map(rate_blocks_of, self.layout.lengths))
+
+    @property
+    def received_blocks(self) -> list[int]:
+        """Blocks that come from each rank."""
+        return list(map(rate_blocks_of, self.received.layout.lengths))
+
+    def encode(self) -> Iterator[Tensor]:
+        """Yield the magnitudes of all blocks, then their codes: each uint8, [blocks, bytes of a block]."""
+        x, blocks, lengths = self.source.data, sum(self.sent_blocks), self.layout.lengths
+        if self._is_padded(lengths):
+            x = _padded(x, lengths)
+        with span("measure", x.nbytes, self.counters):
+            magnitudes = torch.empty(blocks, dtype=torch.bfloat16, device=x.device)
+            for each in self._coded(lengths):
+                self.backend.block_magnitudes(x[each.elements], each.rows, magnitudes[each.blocks])
+        yield magnitudes.view(torch.uint8).view(blocks, magnitudes.itemsize)
+
+        with span("encode", x.nbytes, self.counters):
+            packed = torch.empty(blocks, packed_bytes(self.bits), dtype=torch.uint8, device=x.device)
+            for each in self._coded(lengths):
+                noise = self.noise and self.noise.from_block(each.blocks.start * (RATE_BLOCK // SCALE_BLOCK))
+                codes = packed[each.blocks].view(-1)
+                self.backend.pack(x[each.elements], each.rows, magnitudes[each.blocks], self.bits, codes, noise)
+        yield packed
+
+    def decode(self, magnitudes: Tensor, packed: Tensor) -> None:
+        """Write the pieces of all ranks to the output.
+
+        Args:
+            magnitudes, packed: what `encode` of each rank yielded for this one, in rank order.
+        """
+        output, lengths = self.received.output.data, self.received.layout.lengths
+        magnitudes = magnitudes.view(-1).view(torch.bfloat16)
+        is_padded = self._is_padded(lengths)
+        with span("decode", packed.nbytes, self.counters):
+            out = output.new_empty(RATE_BLOCK * len(packed)) if is_padded else output
+            for each in self._coded(lengths):
+                codes, of_each = packed[each.blocks].view(-1), magnitudes[each.blocks]
+                denominator = levels_of(self.bits)
+                self.backend.unpack(codes, 1, self.bits, each.rows, of_each, denominator, out[each.elements])
+            if is_padded:
+                padded = out.split([RATE_BLOCK * blocks for blocks in self.received_blocks])
+                torch.cat([piece[:length] for piece, length in zip(padded, lengths)], out=output)
+        self.copy_own(self.rank)
+
+    def _is_padded(self, lengths: Sequence[int]) -> bool:
+        """Whether pieces are coded at once, but are neither equal rows nor, all together, one row of whole blocks."""
+        return self.at_once and len(set(lengths)) > 1 and any(length % RATE_BLOCK for length in lengths[:-1])
+
+    def _coded(self, lengths: Sequence[int]) -> list[_Coded]:
+        """What each call of a kernel codes, of pieces of these lengths."""
+        blocks = list(map(rate_blocks_of, lengths))
+        if self.at_once:
+            is_one_row = len(set(lengths)) > 1
+            numel = RATE_BLOCK * sum(blocks) if self._is_padded(lengths) else sum(lengths)
+            rows = Rows.of(numel, 1, numel) if is_one_row else Rows.of(numel, len(lengths), lengths[0])
+            return [_Coded(slice(0, numel), rows, slice(0, sum(blocks)))]
+        begin, first = (list(accumulate(each, initial=0)) for each in (lengths, blocks))
+        return [
+            _Coded(slice(begin[i], begin[i + 1]), Rows.of(length, 1, length), slice(first[i], first[i + 1]))
+            for i, length in enumerate(lengths)
+            if i != self.rank
+        ]
+
+
+def _padded(x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The pieces with zeros behind each, so that all begin at a multiple of RATE_BLOCK. Codes are the same."""
+    zeros = x.new_zeros(RATE_BLOCK)
+    return torch.cat([part for piece in x.split(list(lengths)) for part in (piece, zeros[: -len(piece) % RATE_BLOCK])])

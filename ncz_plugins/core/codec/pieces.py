@@ -22,20 +22,19 @@ from ..config import Config
 from ..runtime.device import Device
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from .coded_tensor import Codec, CodedTensor
+from .coded_tensor import CodedTensor, ExchangingCodec
 from .from_config import codec_for
 from .layout import Layout, Window
 from .quantize import Scales, derive, measure, measured_bytes, mode_of, most_summable
 from .tensor_codec import LosslessCodec, TensorCodec, frame_errors
 
 
-class PiecesCodec(Codec):
+class PiecesCodec(ExchangingCodec):
     """Codec of the pieces that a rank sends to each rank, and of those that it gets.
 
     Args:
         config: the settings of the call.
-        tensor: its layout has a segment for each rank: the piece that goes there. `source` holds all of them.
-        received: its layout has a segment for each rank: the piece that comes from there. `output` holds all of them.
+        tensor, received: see ExchangingCodec.
         frame_elements, overlap: see `Layout.of`.
         counters: see TensorCodec.
         link_gbps, carried_gbps: see `coding_for`.
@@ -56,7 +55,7 @@ class PiecesCodec(Codec):
         noise: Noise | None = None,
     ):
         self.tensor = tensor
-        self._received = received
+        self.received = received
         self._config = config
         self._device = device
         self._cut = frame_elements, overlap
@@ -77,7 +76,7 @@ class PiecesCodec(Codec):
 
     def frames_from(self, rank: int) -> int:
         """How many frames this rank gets from `rank`."""
-        length = self._received.layout.lengths[rank]
+        length = self.received.layout.lengths[rank]
         return self._heads + self._layout(length).frames if length else 0
 
     def encode(self, to: int) -> Iterator[Tensor]:
@@ -102,22 +101,14 @@ class PiecesCodec(Codec):
 
         Raises FrameError if the frame is damaged.
         """
-        elements = self._received.layout.segment(source)
-        output = Window(self._received.output[elements])
+        elements = self.received.layout.segment(source)
+        output = Window(self.received.output[elements])
         layout = self._layout(output.data.numel())
         if index == 0:
             scales = self._derived(self._read_head(source, layout, frame), layout) if self._heads else None
             self._decoders[source] = self._codec(CodedTensor(layout, output=output), scales, 0)
         if index >= self._heads:
             self._decoders[source].decode(0, index - self._heads, frame)
-
-    def copy_own(self, rank: int) -> None:
-        """Copy the piece that stays on this rank, with every bit."""
-        own = self.source[self.layout.segment(rank)]
-        self._received.output[self._received.layout.segment(rank)].copy_(own)
-
-    def for_segments(self, segments: range) -> Codec:
-        raise NotImplementedError("pieces are exchanged between all ranks at once")
 
     def finish(self) -> None:
         with frame_errors("a frame"):
@@ -132,7 +123,7 @@ class PiecesCodec(Codec):
     @property
     def _lengths(self) -> set[int]:
         """Elements of the pieces that there are."""
-        return {*self.layout.lengths, *self._received.layout.lengths} - {0}
+        return {*self.layout.lengths, *self.received.layout.lengths} - {0}
 
     def _layout(self, length: int) -> Layout:
         """How both ends cut a piece."""

@@ -9,6 +9,8 @@ All sizes are known beforehand. So a call on a GPU is kernels and NCCL operation
 not wait, and a CUDA graph can capture the call. On a CPU a large tensor goes in several batches of blocks, so that
 coding and transfer overlap. On a GPU one more operation would take longer than the coding that it hides.
 
+Pieces that ranks exchange without a sum travel as magnitudes and codes of the sender's: two all-to-alls.
+
 An all-reduce of two ranks needs one all-gather of all codes. That is one operation instead of two, and fewer bytes, as
 sums take more bits.
 """
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ...kernels.format import Rows, packed_bytes
-from ..codec.fixed_rate import FixedRateCodec
+from ..codec.fixed_rate import FixedRateCodec, FixedRatePieces
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import CollectiveTransport, Work, replace_by_largest
@@ -110,6 +112,19 @@ def broadcast(transport: CollectiveTransport, codec: FixedRateCodec, counters: C
         _wait(work, tensor, counters)
     counters.wire_bytes += (magnitudes.nbytes + packed.nbytes) * (n - 1) // n
     codec.unpack(packed, 1, rows, magnitudes, range(len(codec.layout.lengths)))
+
+
+def exchange(transport: CollectiveTransport, codec: FixedRatePieces, counters: Counters) -> None:
+    """Send every rank its piece, and write the pieces of all ranks to the output."""
+    sent, received = codec.sent_blocks, codec.received_blocks
+    under_way = []
+    for rows in codec.encode():  # magnitudes travel while codes are packed
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        under_way.append((arrived, transport.plain.all_to_all_single(arrived, rows, received, sent), rows))
+        counters.wire_bytes += (sum(sent) - sent[transport.rank]) * rows.shape[1]
+    for arrived, work, _ in under_way:
+        _wait(work, arrived, counters)
+    codec.decode(*(arrived for arrived, *_ in under_way))
 
 
 def _agreed(transport: CollectiveTransport, codec: FixedRateCodec, rows: Rows, counters: Counters) -> Tensor:
