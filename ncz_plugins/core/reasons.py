@@ -10,7 +10,7 @@ class Bypass(StrEnum):
 
     ONE_RANK = "one rank"
     ROLE = "role not enabled"
-    COLLECTIVE = "not compressed by the backend"  # all but all-reduces and reduce-scatters of one tensor
+    COLLECTIVE = "not compressed by the backend"  # gathers, broadcasts and others without a sum
     EXCHANGE = "exchange on a GPU at a bound"
     POLICY = "policy"
     WARM_UP = "warm-up"
@@ -35,8 +35,8 @@ SMALLER_BOUND = "set a smaller quantizer.value, for all tensors or by a policy f
 REMEDIES = {
     Bypass.ONE_RANK: "a group of one rank has nothing to send: compression needs 2 or more with the same parameters",
     Bypass.ROLE: "to compress tensors of this role, add the role to the setting roles",
-    Bypass.COLLECTIVE: 'the backend "ncz" compresses all_reduce and reduce_scatter_single, also coalesced; all other '
-    "collectives keep every bit",
+    Bypass.COLLECTIVE: 'the backend "ncz" compresses all_reduce and reduce_scatter_single, also coalesced, and '
+    "all_to_all_single if roles has activation; all other collectives keep every bit",
     Bypass.POLICY: "a policy with action: skip matches these: `ncz check FILE --model SPEC` shows what policies match",
     Bypass.WARM_UP: "the first steps.warmup steps go plain; `ncz report --from` leaves them out",
     Bypass.EXCHANGE: "on GPUs all_to_all_single is compressed with quantizer.mode: bits only",

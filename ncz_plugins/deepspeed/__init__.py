@@ -8,6 +8,7 @@ engine's `GradientCompression`, with its `stats`; None without the key.
     engine.py            replacements for the life of an engine: start, step, save, load, destroy
     gradients.py         replacements that compress gradient reductions
     weights.py           replacements that compress gathered weights, without loss
+    exchanges.py         replacements that compress exchanged activations, if `roles` has "activation"
     compression.py       GradientCompression, and what a DeepSpeed configuration may ask for
     parameter_slices.py  which parameters the reduced gradients belong to, and of which a model holds several copies
     checkpoint.py        state of compression in DeepSpeed's checkpoints

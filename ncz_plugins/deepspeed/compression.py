@@ -29,7 +29,10 @@ from .parameter_slices import NamedGradient, parts_of
 
 
 class GradientCompression:
-    """Compression of one engine's gradient reductions, and of the weights that it gathers if `roles` has "parameter".
+    """Compression of one engine's gradient reductions.
+
+    With "parameter" in `roles` it also compresses the weights that the engine gathers, with "activation" what its
+    forward and backward passes exchange with other ranks.
 
     Attributes:
         config: effective settings.
@@ -74,6 +77,11 @@ class GradientCompression:
     def sends_weights(self) -> bool:
         """Whether gathered weights are compressed, without loss."""
         return "parameter" in self.config.roles
+
+    @property
+    def sends_activations(self) -> bool:
+        """Whether exchanged activations are compressed, and their gradients."""
+        return "activation" in self.config.roles
 
     def gather_weights(
         self, number: int, whole: Tensor, shards: Sequence[Tensor], group: dist.ProcessGroup | None
@@ -230,17 +238,20 @@ def describe(compression: GradientCompression, zero_stage: int, replicas: int) -
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return f"ncz_plugins {__version__}: nothing is compressed, as one rank has nothing to send (ZeRO {zero_stage})"
-    if replicas == 1:
+    exchanges = compression.sends_activations
+    if replicas == 1 and not exchanges:
         return (
             f"ncz_plugins {__version__}: nothing is compressed, as no two ranks of this engine have the same "
             f"parameters (ZeRO {zero_stage})"
         )
     if compression.config.transport.min_bytes == "never":
         return f"ncz_plugins {__version__}: nothing is compressed, as transport.min_bytes is never (ZeRO {zero_stage})"
+    what = ["gradient reductions"] if "gradient" in compression.config.roles and replicas > 1 else []
+    what += ["exchanges of activations"] if exchanges else []
     weights = ", and gathered weights are without loss" if compression.sends_weights else ""
     among = f"{ranks} ranks" if replicas == ranks else f"{replicas} of {ranks} ranks"
     return (
-        f"ncz_plugins {__version__}: gradient reductions are compressed{weights} (ZeRO {zero_stage}, {among}): "
+        f"ncz_plugins {__version__}: {' and '.join(what)} are compressed{weights} (ZeRO {zero_stage}, {among}): "
         f"{compression.config.describe()}"
     )
 
@@ -248,10 +259,11 @@ def describe(compression: GradientCompression, zero_stage: int, replicas: int) -
 def _refuse_unsupported_options(deepspeed_config, config: Config) -> None:
     """Raise ConfigError or UnsupportedError for options with which gradients would bypass this plugin uncompressed."""
     zero = deepspeed_config.zero_config
-    if "gradient" not in config.roles or "activation" in config.roles:
+    if not {"gradient", "activation"}.intersection(config.roles):
         raise ConfigError(
-            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed gradients are compressed, and weights if "
-            'you want; allowed: ["gradient"], ["gradient", "parameter"]'
+            f"{DEEPSPEED_KEY}: roles: {list(config.roles)}: under DeepSpeed weights are compressed beside gradients or "
+            'activations; allowed: ["gradient"], ["gradient", "parameter"], ["gradient", "activation"] and others with '
+            "one of these two"
         )
     if "parameter" in config.roles and zero.stage == 0:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
 """List of everything that this plugin replaces in DeepSpeed, and of the private names that it reads.
 
-engine.py, gradients.py and weights.py hold the replacements. Tried on DeepSpeed 0.19.8. Besides what `install`
-replaces, these names are not part of DeepSpeed's documented API:
+engine.py, gradients.py, weights.py and exchanges.py hold the replacements. Tried on DeepSpeed 0.19.8. Besides what
+`install` replaces, these names are not part of DeepSpeed's documented API:
 
     DeepSpeedEngine        _config._param_dict, _step_applied, param_names, checkpoint_mp_rank, mp_world_size,
                            seq_dp_world_size, seq_data_parallel_group, torch_autocast_z0_gradscaler
@@ -15,6 +15,7 @@ replaces, these names are not part of DeepSpeed's documented API:
     parameters             runtime.utils.is_model_parallel_parameter, moe.utils.is_moe_param,
                            utils.bwc.bwc_tensor_model_parallel_world_size
     pipelines              PipelineEngine._INSTRUCTION_MAP, PipelineModule.tied_comms
+    torch                  torch._C._current_graph_task_id
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from packaging.version import Version
 
 from ..core.errors import UnsupportedError
 from ..core.reasons import Bypass
-from . import engine, gradients, weights
+from . import engine, exchanges, gradients, weights
 from .parameter_slices import of_engine, of_stage_3, of_stages_1_and_2
 
 OLDEST = "0.19.8"  # older versions keep the parameters of a bucket elsewhere
@@ -117,6 +118,7 @@ def install() -> None:
         (backend, "all_gather", gradients.counted_all_gather),
         (backend, "all_gather_into_tensor", gradients.counted_all_gather_into_tensor),
         (backend, "all_gather_into_tensor", weights.gather_parameters),
+        (backend, "all_to_all_single", exchanges.compressed_all_to_all),
         # The optimizer's module imported the function by name, so replace it there.
         (import_module(_STAGE_3), "reduce_scatter_coalesced", gradients.group_by_settings),
         (import_module(_STAGES_1_AND_2), "all_gather_dp_groups", weights.gather_changes),
@@ -127,6 +129,7 @@ def install() -> None:
         (coordinator, "_PartitionedParameterCoordinator__all_gather_params_", by_parameter),
         (stage_3, "_post_step", by_parameter),
         (engine_class, "__init__", engine.configure_engine),
+        (engine_class, "forward", exchanges.mark_exchanges),
         (engine_class, "_take_model_step", engine.end_step),
         (engine_class, "save_checkpoint", engine.save_compression),
         (engine_class, "_load_checkpoint", engine.load_compression),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.bypass import by_op
+from ..core.bypass import by_dtype, by_op
 from ..core.call import plain_wire_bytes
 from ..core.communicator import Communicator
 from ..core.config import Config
@@ -35,7 +35,7 @@ _warned: set[str] = set()
 
 
 class BackendCalls:
-    """Methods of a process group or backend that compresses reductions of gradients.
+    """Methods of a process group or backend that compresses reductions of gradients, and exchanges of activations.
 
     A class that inherits them calls `_open` once it is initialized.
 
@@ -130,6 +130,22 @@ class BackendCalls:
         role = self._role_of(inputs)
         return self._work(compressed(self._connected(), *arguments, op, role), role)
 
+    # ---------------------------------------------------------------- exchanges: see _without_sum
+
+    def _by_exchange(self, tensors: Sequence[Tensor]) -> Bypass | None:
+        """The reason why an exchange goes plain without asking other ranks: no settings list activations, or its dtype.
+
+        Ranks that compare no exchange wait for nobody, so that programs which don't ask for this lose no time by it.
+        """
+        if "activation" not in self.training.config.roles:
+            return Bypass.ROLE
+        return by_dtype(*[tensor.dtype for tensor in tensors])
+
+    def _role_of_exchanged(self, tensors: Sequence[Tensor]) -> str:
+        """The role of what ranks exchange: activations, unless something says otherwise. See roles.py."""
+        is_parameter = roles.seems(tensors) == "parameter"
+        return roles.said() or self._group_role() or ("parameter" if is_parameter else "activation")
+
     # ---------------------------------------------------------------- roles
 
     def _role_of(self, tensors: Sequence[Tensor]) -> str:
@@ -221,9 +237,9 @@ class BackendCalls:
 
 _SEEMS = {"parameter": "a parameter", "activation": "an activation"}
 
-# Collectives that keep every bit: where what this rank contributes stands among the arguments, and how many times these
-# bytes are sent by a rank, on average, with n ranks. Torch's versions have different names, so some do not exist.
-_EXACT: dict[str, tuple[int, Callable[[int], float]]] = {
+# Collectives without a sum: where what this rank contributes stands among the arguments, and how many times these bytes
+# are sent by a rank, on average, with n ranks. Torch's versions have different names, so some do not exist.
+_WITHOUT_SUM: dict[str, tuple[int, Callable[[int], float]]] = {
     **dict.fromkeys(("broadcast", "reduce"), (0, lambda n: (n - 1) / n)),
     **dict.fromkeys(("gather", "gather_single", "scatter", "reduce_scatter"), (1, lambda n: (n - 1) / n)),
     **dict.fromkeys(("all_to_all_single", "alltoall_base", "alltoall"), (1, lambda n: (n - 1) / n)),
@@ -235,27 +251,42 @@ _EXACT: dict[str, tuple[int, Callable[[int], float]]] = {
 }
 
 
-def _forwarded(name: str):
-    """A method that counts a call and makes the same call of the plain process group.
+def _all_to_all_single(communicator: Communicator, role: str, output, input, received=(), sent=(), *options) -> Handle:
+    # Torch passes no split sizes where all pieces are equal.
+    return communicator.all_to_all_single(output, input, received or None, sent or None, async_op=True, role=role)
+
+
+# Those of them that a communicator can make, which then compresses the roles that the settings list.
+_EXCHANGES: dict[str, Callable[..., Handle]] = {
+    **dict.fromkeys(("all_to_all_single", "alltoall_base"), _all_to_all_single),
+}
+
+
+def _without_sum(name: str):
+    """A method for a collective without a sum: a communicator makes it, or the plain process group, and it is counted.
 
     Not inherited: a `Backend` has no collectives of its own. A `ProcessGroup` has, but torch calls inherited methods of
     a Python class with the interpreter locked, and gloo's threads need that lock to free tensors: a deadlock.
     """
-    place, times = _EXACT[name]
+    (place, times), exchange = _WITHOUT_SUM[name], _EXCHANGES.get(name)
 
     def method(self, *args, **kwargs):
-        contributed = [*args, *kwargs.values()][place]
-        nbytes = sum(tensor.nbytes for tensor in _tensors_in(contributed) if not tensor.is_sparse)
-        self._count_bytes(nbytes, int(nbytes * times(self.size())), Bypass.COLLECTIVE)
+        tensors = list(_tensors_in([*args, *kwargs.values()][place]))
+        reason = Bypass.COLLECTIVE if exchange is None else self._by_exchange(tensors)
+        if reason is None:
+            role = self._role_of_exchanged(tensors)
+            return self._work(exchange(self._connected(), role, *args, **kwargs), role)
+        nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_sparse)
+        self._count_bytes(nbytes, int(nbytes * times(self.size())), reason)
         return self._begun(getattr(self._plain, name)(*args, **kwargs))
 
     method.__name__ = name
     return method
 
 
-for _name in _EXACT:
+for _name in _WITHOUT_SUM:
     if hasattr(dist.ProcessGroup, _name):
-        setattr(BackendCalls, _name, _forwarded(_name))
+        setattr(BackendCalls, _name, _without_sum(_name))
 
 
 def _reduce_scatters(

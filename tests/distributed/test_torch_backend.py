@@ -203,8 +203,8 @@ def test_other_collectives_are_exact_and_counted(group):
     assert objects == [0, 1, 2, 3]
     dist.barrier(group)
     total = ours(group).stats.total
-    assert counted(group) == {"compressed": 0} and ours(group).communicator is None
-    assert total.wire_bytes == total.plain_bytes == total.bypassed_bytes["not compressed by the backend"]
+    assert counted(group) == {"compressed": 0, "role not enabled": 2} and ours(group).communicator is None
+    assert total.wire_bytes == total.plain_bytes == sum(total.bypassed_bytes.values())
     assert total.wire_bytes > 5 * values.nbytes
 
 
@@ -481,6 +481,69 @@ def test_roles_that_the_settings_list_are_compressed(group):
             dist.all_reduce(result := values.clone(), group=other)
         assert is_lossy(result, exact) is (its_role == "activation")
     assert counted(other) == {"compressed": 1, "role not enabled": 1}
+
+
+def group_for_activations(**options) -> dist.ProcessGroup:
+    """A new group of all ranks whose settings list activations."""
+    configure("{transport: {min_bytes: 16KiB}, roles: [gradient, activation]}\n")
+    group = dist.new_group(timeout=PATIENCE, **options)
+    configure(SETTINGS)
+    return group
+
+
+def is_close(result: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether a result is off by what any treatment of activations may lose, and not exact."""
+    return 0 < float((result - exact).norm() / exact.norm()) < 0.3
+
+
+SENT = [[900 + 97 * source + 31 * to for to in range(4)] for source in range(4)]  # rows of 10 elements
+ROWS = [tensor[: 10 * sum(sent)].view(-1, 10) for tensor, sent in zip(by_rank, SENT)]
+ARRIVING = torch.cat([rows.split(sent)[rank] for rows, sent in zip(ROWS, SENT)])
+
+
+@in_backend
+def test_exchanges_are_compressed_if_the_settings_list_activations(group):
+    other = group_for_activations()
+    # Even and uneven pieces, by a plain call and by one that autograd goes through, forward and backward.
+    dist.all_to_all_single(result := torch.empty(100_000), values, group=other)
+    assert is_close(result.view(4, -1), by_rank.view(4, 4, -1)[:, rank])
+    splits = [sent[rank] for sent in SENT], SENT[rank]
+    dist.all_to_all_single(result := torch.empty(len(ARRIVING), 10), ROWS[rank], *splits, group=other)
+    assert is_close(result, ARRIVING)
+    leaf = ROWS[rank].clone().requires_grad_()
+    result = functional.all_to_all_single_autograd(leaf, *splits, other)
+    assert is_close(result.detach(), ARRIVING)
+    result.backward(functional.wait_tensor(result.detach()))  # what came goes back
+    assert is_close(leaf.grad, ROWS[rank])
+    assert counted(other) == {"compressed": 4}
+    total = ours(other).stats.total
+    assert total.plain_bytes_by_role == {"activation": total.plain_bytes}
+    assert total.wire_bytes_by_role["activation"] < total.plain_bytes / 2
+
+    # Integers, and roles that the settings don't list, keep every bit.
+    tokens = torch.arange(40_000)
+    dist.all_to_all_single(whole := torch.empty_like(tokens), tokens, group=other)
+    assert torch.equal(whole.view(4, -1), tokens.view(4, -1)[rank].expand(4, -1))
+    with role("parameter"):
+        dist.all_to_all_single(result := torch.empty(100_000), values, group=other)
+    assert torch.equal(result.view(4, -1), by_rank.view(4, 4, -1)[:, rank])
+    dist.all_to_all_single(result := torch.empty(100_000), nn.Parameter(values), group=other)
+    assert torch.equal(result.view(4, -1), by_rank.view(4, 4, -1)[:, rank])
+    assert counted(other) == {"compressed": 4, "dtype": 1, "role not enabled": 2}
+
+
+@in_backend
+def test_ranks_whose_exchanges_differ_are_told(group):
+    output = torch.empty(100_000)
+    with role("parameter" if rank == 2 else "activation"):
+        failed = attempt(lambda: dist.all_to_all_single(output, values, group=group_for_activations()))
+    assert failed["error"] == "MismatchError" and "rank 2" in failed["message"] and "role" in failed["message"], failed
+    sent = [[400, 300, 200, 100]] * 4
+    rows = [2000 if (source, rank) == (1, 3) else of_one[rank] for source, of_one in enumerate(sent)]
+    output = torch.empty(sum(rows), 10)
+    given, other = (output, ROWS[rank][:1000], rows, sent[rank]), group_for_activations()
+    failed = attempt(lambda: dist.all_to_all_single(*given, group=other))
+    assert "rank 1 sends 100 rows to rank 3, which expects 2000" in failed["message"], failed
 
 
 @in_backend

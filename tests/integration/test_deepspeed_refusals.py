@@ -50,9 +50,9 @@ CASES = {
         ["flops_profiler.communication_compression", "move it to the top level"],
     ),
     "roles that DeepSpeed does not offer": (
-        [config({"roles": ["gradient", "activation"]})] * RANKS,
+        [config({"roles": ["parameter"]})] * RANKS,
         "ConfigError",
-        ["roles", "activation", '["gradient"]', '["gradient", "parameter"]'],
+        ["roles", "parameter", '["gradient"]', '["gradient", "parameter"]', '["gradient", "activation"]'],
     ),
     "weights that nobody gathers": (
         [config({"roles": ["gradient", "parameter"]}, zero={"stage": 0})] * RANKS,
