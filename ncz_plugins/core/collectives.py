@@ -214,8 +214,8 @@ class Collectives:
         """Send some rows of `input` to each rank, and put the rows of each rank into `output`, in rank order.
 
         Each rank quantizes what it sends by steps of its own, so the error of an element is at most one bound. Rows
-        that a rank keeps are copied with every bit. On GPUs compressed at a fixed rate only, where
-        ranks compare no sizes: pieces of any size are.
+        that a rank keeps are copied with every bit. At a fixed rate on GPUs ranks compare no
+        sizes, and compress pieces of any size.
 
         Args:
             output: contiguous, at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It

@@ -11,7 +11,6 @@ class Bypass(StrEnum):
     ONE_RANK = "one rank"
     ROLE = "role not enabled"
     COLLECTIVE = "not compressed by the backend"  # gathers, broadcasts and others without a sum
-    EXCHANGE = "exchange on a GPU at a bound"
     POLICY = "policy"
     WARM_UP = "warm-up"
     DTYPE = "dtype"
@@ -39,7 +38,6 @@ REMEDIES = {
     "all_to_all_single if roles has activation; all other collectives keep every bit",
     Bypass.POLICY: "a policy with action: skip matches these: `ncz check FILE --model SPEC` shows what policies match",
     Bypass.WARM_UP: "the first steps.warmup steps go plain; `ncz report --from` leaves them out",
-    Bypass.EXCHANGE: "on GPUs all_to_all_single is compressed with quantizer.mode: bits only",
     Bypass.DTYPE: "only floats of 16, 32 and 64 bits are compressed; with quantizer.mode: bits, only 16 and 32 bits",
     Bypass.OP: "only sums and averages are compressed",
     Bypass.TOO_SMALL: f"{LARGER_CALLS}; {BEST_MIN_BYTES}",

@@ -42,6 +42,7 @@ from .codec.coded_tensor import Codec, CodedTensor
 from .codec.fixed_rate import FixedRateCodec, FixedRatePieces
 from .codec.from_config import codec_for, coding_for, noise_for
 from .codec.gpu_codec import BATCH_ELEMENTS, Outcome
+from .codec.gpu_pieces import GpuPiecesCodec
 from .codec.layout import Window
 from .codec.pieces import PiecesCodec
 from .codec.quantize import (
@@ -115,8 +116,6 @@ def decide(group: Group, call: Call) -> None:
         treatment = treatment.without_loss()
     call.config = treatment.settings(call.config)
     call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
-    if call.bypass is None and call.pieces is not None and group.on_gpu and call.config.quantizer.bits is None:
-        call.bypass = Bypass.EXCHANGE
 
     # At a fixed rate there is no coder.
     is_coded = call.bypass is None and call.config.quantizer.bits is None
@@ -358,7 +357,7 @@ def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int]) -> Tens
     transport.start_comparison(comparison, counters, flat if together else None).wait()
     require_same(call.collective, comparison, ranks)
     if not together:
-        transport.agree_on_largest(flat, counters)
+        transport.start_max(flat, counters).wait()
     require_same_pieces(call.collective, rows, ranks)
     return rows[0]
 
@@ -367,22 +366,17 @@ def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: S
     """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
     # The rank that sends most decides for all.
     most = int(_rows_of_all(call, transport, ranks).sum(1).max()) * call.pieces.row * call.input.itemsize
-    if bypass := by_size(most, call.config, ranks=transport.world_size):
+    if bypass := by_size(most, call.config, device.in_batches, transport.world_size):
         return bypass
     if call.config.quantizer.bits is not None:
         return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
     made = call.plan
-    return PiecesCodec(
-        call.config,
-        device,
-        CodedTensor(made.layout, made.source),
-        CodedTensor(made.pieces, output=made.output),
-        *frames_of(call.input, call.config),
-        call.counters,
-        transport.link_gbps,
-        transport.carried_gbps,
-        noise_for(call.config, made.number, transport.rank, transport.world_size),
-    )
+    tensors = CodedTensor(made.layout, made.source), CodedTensor(made.pieces, output=made.output)
+    noise = noise_for(call.config, made.number, transport.rank, transport.world_size)
+    shared = call.counters, transport.link_gbps, transport.carried_gbps, noise
+    if device.in_batches:
+        return GpuPiecesCodec(call.config, device, *tensors, transport.rank, *shared)
+    return PiecesCodec(call.config, device, *tensors, *frames_of(call.input, call.config), *shared)
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
@@ -430,7 +424,7 @@ def _quantizing_codec(
     rule = step_rule(quantizer, dtype, made.addends, made.divisor)
     derive = partial(derive_on_gpu, device.backend, agreed, made.layout, quantizer, rule)
     scales, on_device = call.recorded.queue("derive", derive)
-    outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, made.layout), dtype))
+    outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, made.layout.steps), dtype))
     return _codec(call, source, scales, device, transport, outcome)
 
 

@@ -427,8 +427,9 @@ class GpuBackend(Backend):
         """Result of `quantize.derive` in core/codec, on the device, from the maximum over ranks.
 
         Returns: inverse steps and scales, one per SCALE_BLOCK elements, zeros where a block allows none; and int64,
-        [3]: the number of blocks with values that are not finite, the number of blocks whose codes overflow, and 2**20
-        times the sum of the bits that a value takes with each step.
+        [segments, 4], or [1, 4] where `block` is 0: the number of blocks with values that are not finite, the number of
+        blocks whose codes overflow, 2**20 times the sum of the bits that a value takes with each step, and a
+        checksum of `agreed`.
         """
 
 

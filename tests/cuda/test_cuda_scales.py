@@ -64,7 +64,7 @@ def assert_same_measured(ours: torch.Tensor, expected: torch.Tensor, quantizer: 
 def both_derived(agreed: torch.Tensor, layout: Layout, quantizer: QuantizerConfig, dtype, addends: int, backend=None):
     rule = step_rule(quantizer, dtype, addends, addends)
     scales, outcome = derive_on_gpu(backend or cuda(2), agreed, layout, quantizer, rule)
-    ours = derived_on_gpu(scales, outcome.tolist(), layout)
+    ours = derived_on_gpu(scales, outcome.tolist(), layout.steps)
     return ours, derive(agreed, layout, quantizer, dtype, addends, addends)
 
 

@@ -230,6 +230,45 @@ def test_pieces_at_a_fixed_rate_need_no_host(name, kind):
         assert sent == blocks * (2 + packed_bytes(4))
 
 
+def exchanged_on(device, config: Config, table, dtype=torch.float32, fill=None) -> list:
+    """Of each rank: its output, its statistics, and its device."""
+
+    def body(transport):
+        on = device()
+        ours = Group(Training(config), config, range(3), transport.rank)
+        call = pieces_call(transport.rank, table, dtype, fill)
+        run_decided(ours.for_gpus() if on.in_batches else ours, call, on, transport)
+        return call.output, ours.training.stats.total, on
+
+    return play(3, body, "rounds")
+
+
+PIECE_SETTINGS = {
+    "default": {},
+    "checksum": {"entropy": {"coder": "huffman", "checksum": True}},
+    "at random": {"quantizer": {"kind": "stochastic", "mode": "rms", "value": 0.5, "seed": 3}},
+    "abs": {"quantizer": {"mode": "abs", "value": 0.01}},
+    "rel": {"quantizer": {"mode": "rel", "value": 0.01, "block": 256}},
+    "rel of a piece": {"quantizer": {"mode": "rel", "value": 0.01, "block": 0}},
+    "rel of many frames": {"quantizer": {"mode": "rel", "value": 0.01}, "transport": {"frame_bytes": 4 * CHUNK}},
+    "range": {"quantizer": {"kind": "error_bound", "mode": "range", "value": 0.001}},
+    "lossless": {"quantizer": {"kind": "lossless"}, "entropy": {"checksum": True}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", PIECE_SETTINGS)
+def test_the_bits_of_pieces_are_those_of_the_cpu(name, dtype):
+    settings = PIECE_SETTINGS[name]
+    transport = {"min_bytes": 0} | settings.get("transport", {})
+    config = Config(**settings | {"transport": transport}).resolved()
+    for table in TABLES.values() if dtype == torch.float32 else [TABLES["uneven"]]:
+        on_cpu, on_gpu = (exchanged_on(device, config, table, dtype) for device in (Host, EmulatedGpu))
+        for (ours, counted, _), (expected, _, _) in zip(on_gpu, on_cpu):
+            assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+            assert counted.compressed_calls == any(map(any, table)), counted
+
+
 def damaging(byte: int):
     """Makes a device damage each frame of its rank's own values."""
 
@@ -275,11 +314,77 @@ def test_so_it_is_where_only_a_checksum_tells(schedule):
     assert all(isinstance(error, FrameError) for error in errors), errors
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), 1e30], ids=str)  # no step is as wide as the last needs
+@pytest.mark.parametrize("table", ["uneven", "even"])
+def test_a_piece_that_can_not_be_quantized_arrives_with_every_bit(table, poison):
+    """And all others as on the CPU. Rank 1 has it for rank 2."""
+    table = TABLES[table]
+    place = sum(table[1][:2]) + 3
+
+    def fill(rank: int, tensor: torch.Tensor) -> None:
+        if rank == 1:
+            tensor[place] = poison
+
+    config = Config(quantizer=ABSOLUTE | {"value": 1e-3}, transport={"min_bytes": 0}).resolved()
+    on_cpu, on_gpu = (exchanged_on(device, config, table, fill=fill) for device in (Host, EmulatedGpu))
+    for (ours, *_), (expected, *_) in zip(on_gpu, on_cpu):
+        assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
+    exact = pieces_call(1, table, fill=fill).input[sum(table[1][:2]) :]
+    came = on_gpu[2][0][table[0][2] :][: len(exact)]
+    assert torch.equal(came.view(torch.int32), exact.view(torch.int32))
+
+
+def test_bfloat16_that_would_hardly_shrink_keeps_its_bits_too():
+    config = Config(quantizer={"mode": "rel", "value": 3e-5}, transport={"min_bytes": 0}).resolved()
+    for device in (Host, EmulatedGpu):
+        for rank, (came, *_) in enumerate(exchanged_on(device, config, TABLES["uneven"], torch.bfloat16)):
+            sent = [pieces_call(source, TABLES["uneven"], torch.bfloat16).input for source in range(3)]
+            exact = [each.split(TABLES["uneven"][source])[rank] for source, each in enumerate(sent)]
+            assert torch.equal(came, torch.cat(exact))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "told"),
+    [
+        ("measured", "what rank 1 measured of its values is damaged"),
+        ("frame", "a frame is damaged"),
+        ("length", f"a frame between ranks 0 and 1 is said to have {1 << 40} bytes; 1 to "),
+    ],
+)
+@pytest.mark.parametrize("mode", ["rms", "abs", "range"])
+def test_a_damaged_message_is_an_error(damaged, told, mode, monkeypatch):
+    """Of rank 1 for rank 0, in that call."""
+    exchange = StripedCollectives.all_to_all_single
+
+    def exchange_and_damage(self, output, input, received=(), sent=()):
+        input, is_message = input.clone(), input.dtype == torch.uint8
+        if sent[1] == 0 and is_message == (damaged != "length"):  # nothing for rank 1, so this is rank 1
+            if is_message:
+                input[0 if damaged == "measured" else sent[0] - 30] ^= 0x21
+            else:
+                input[sent[0] - 1] = 1 << 40
+        return exchange(self, output, input, received, sent)
+
+    def body(transport):
+        ours = Group(Training(config), config, range(3), transport.rank).for_gpus()
+        run_decided(ours, pieces_call(transport.rank, [[CHUNK] * 3] * 3), EmulatedGpu(), transport)
+
+    monkeypatch.setattr(StripedCollectives, "all_to_all_single", exchange_and_damage)
+    config = Config(
+        quantizer={"mode": mode, "value": 0.01, "kind": "error_bound"},
+        transport={"min_bytes": 0},
+        entropy={"checksum": True},
+    )
+    config = config.resolved()
+    with pytest.raises(FrameError, match=told):
+        play(3, body, "rounds")
+
+
 # What kernels of a coder launch to encode, and to add frames to what is encoded; see test_cuda_batches.py.
 CODERS = {"fixed": (1, 3), "huffman": (4, 7), "auto": (4, 7)}
 SCALES, DECODE, DECODE_SUMS = 3, 2, 2  # launches; for the first, chunks and blocks are measured, and steps derived
 PAD = 1  # of a batch of two ranks
-OUTCOME, SIZE, REPORT = 24, 8, 72  # bytes that the host sees of all scales, of a frame that is sent, of a call
+OUTCOME, SIZE, REPORT = 32, 8, 72  # bytes that the host sees of a segment's scales, of a frame that is sent, of a call
 CALLS = [(schedule, n) for schedule in SCHEDULES for n in (2, 4) if (schedule, n) != ("direct", 2)]
 
 
@@ -303,7 +408,28 @@ def test_what_a_call_costs_the_host(schedule, frames, coder, world_size):
     for device in devices.values():
         assert device.launched == SCALES + own * encode + sums * add + DECODE
         assert device.waits == own + sums + 1  # sizes of what is encoded, and of sums; the end
-        assert device.seen_bytes == OUTCOME + SIZE * n * frames + REPORT
+        assert device.seen_bytes == OUTCOME * n + SIZE * n * frames + REPORT
+
+
+@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("name", TABLES)
+def test_what_an_exchange_costs_the_host(name, coder):
+    """As many launches and waits whatever the pieces are, and next to nothing of their contents is seen."""
+    coding = {"coder": coder, "predictor": "auto" if coder == "auto" else "none"}
+    config = Config(entropy=coding, transport={"min_bytes": 0}).resolved()
+    table = TABLES[name]
+    for rank, (_, counted, device) in enumerate(exchanged_on(EmulatedGpu, config, table)):
+        if not any(map(any, table)):
+            assert counted.bypasses == {"too small": 1}
+            continue
+        to, come = (
+            [each for peer, each in enumerate(of) if peer != rank]
+            for of in (table[rank], [of_one[rank] for of_one in table])
+        )
+        assert device.launched == SCALES + any(to) * CODERS[coder][0] + 1 + any(come) * DECODE
+        assert device.waits == 2  # how long frames are; the end
+        frames = sum(map(bool, to + come))
+        assert device.seen_bytes == (OUTCOME + SIZE) * frames + REPORT + 3 * OUTCOME
 
 
 # ------------------------------------------------------------------ two ranks, which expect frames of certain lengths

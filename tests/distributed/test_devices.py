@@ -49,6 +49,25 @@ def test_the_bits_are_those_of_the_cpu(group, case):
 
 
 @ranks(3, gpu=True)
+@pytest.mark.parametrize("quantizer", [{}, {"mode": "abs", "value": 0.01}, {"kind": "lossless"}], ids=str)
+def test_pieces_have_the_bits_of_the_cpu(group, quantizer):
+    """Of an exchange. A value of one piece can't be quantized."""
+    sent = [50_000 * (rank + to) for to in range(world_size)]
+    received = [50_000 * (source + rank) for source in range(world_size)]
+    results = []
+    for where in (device, torch.device("cpu")):
+        with Communicator(SIZES | {"quantizer": quantizer}, group) as communicator:
+            for poison in (1.0, float("nan")):
+                tensor = values(rank, sum(sent)).to(where)
+                tensor[-1] = poison
+                results.append(torch.empty(sum(received), device=where))
+                communicator.all_to_all_single(results[-1], tensor, received, sent)
+            assert communicator.stats.total.compressed_calls == 2, communicator.stats.total
+    ours, expected = (list(map(digest, map(torch.Tensor.cpu, each))) for each in (results[:2], results[2:]))
+    assert ours == expected
+
+
+@ranks(3, gpu=True)
 def test_nan_and_infinity_come_through_and_the_next_call_is_compressed_again(group):
     with Communicator(SIZES, group) as communicator:
         for poison in (float("nan"), float("inf")):

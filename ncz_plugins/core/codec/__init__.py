@@ -5,6 +5,7 @@
 - fixed_rate.py: the codec with a fixed number of bits for each value.
 - from_config.py: the codec that a configuration asks for.
 - gpu_codec.py: the quantizing codec for a GPU, which codes many frames in one launch.
+- gpu_pieces.py: the same as pieces.py for GPUs, all pieces at once.
 - layout.py: how a flat tensor is cut into segments and frames.
 - pieces.py: the codec of pieces that ranks send each other, with quantization steps of their own.
 - quantize.py: from a tensor's values to the quantization steps that all ranks share.

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -256,6 +257,7 @@ def derive(
 # ------------------------------------------------------------------ on a GPU
 
 _ONE_BIT = 1 << 20  # the kernel counts bits in units of 2**-20
+OUTCOME_NUMBERS = 4  # of a segment: see `GpuBackend.derive_steps`
 
 
 def measure_on_gpu(
@@ -265,34 +267,51 @@ def measure_on_gpu(
     segments: range,
     quantizer: QuantizerConfig,
     most: float = math.inf,
+    block: int | None = None,
 ) -> Tensor:
-    """Measure values on a GPU. For arguments and result see `measure`; the result is on the GPU."""
+    """Measure values on a GPU. For arguments and result see `measure`; the result is on the GPU.
+
+    Args:
+        block: elements that share a scale; None: as the quantizer says.
+    """
     values = [source[layout.segment(segment)] for segment in segments]
     dtype = torch.float64 if source.data.dtype == torch.float64 else torch.float32
-    block, mode = quantizer.block_in_effect, mode_of(quantizer, dtype)
+    block, mode = quantizer.block_in_effect if block is None else block, mode_of(quantizer, dtype)
     return backend.measure_blocks(values, layout.lengths, segments, block, mode, most, dtype, source.data.device)
 
 
 def derive_on_gpu(
-    backend: GpuBackend, agreed: Tensor, layout: Layout, quantizer: QuantizerConfig, rule: StepRule
+    backend: GpuBackend,
+    agreed: Tensor,
+    layout: Layout,
+    quantizer: QuantizerConfig,
+    rule: StepRule,
+    block: int | None = None,
 ) -> tuple[Scales, Tensor]:
     """Derive quantization steps on a GPU, without a wait of the host.
 
-    Returns the scales, valid only if `derived_on_gpu` says so, and the outcome for `derived_on_gpu`: int64, [3]. Both
-    are on the GPU.
+    Returns the scales, valid only if `derived_on_gpu` says so, and the outcome for `derived_on_gpu`: int64,
+    OUTCOME_NUMBERS of each segment, or of the whole tensor if that shares a scale. Both are on the GPU.
 
     Args:
         agreed: see `derive`; on the GPU.
         rule: see `step_rule`.
+        block: see `measure_on_gpu`.
     """
-    *scales, outcome = backend.derive_steps(agreed, layout.lengths, quantizer.block_in_effect, rule)
-    return Scales(*scales), outcome
+    block = quantizer.block_in_effect if block is None else block
+    *scales, outcome = backend.derive_steps(agreed, layout.lengths, block, rule)
+    return Scales(*scales), outcome.view(-1)
 
 
-def derived_on_gpu(scales: Scales, outcome: list[int], layout: Layout) -> Derived:
-    """The result of `derive_on_gpu`, once the host has the outcome: see `derive`."""
-    infinite, too_fine, bits = outcome
-    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, layout.steps))
+def derived_on_gpu(scales: Scales | None, outcome: Sequence[int], steps: int) -> Derived:
+    """The result of `derive_on_gpu`, once the host has the outcome: see `derive`.
+
+    Args:
+        outcome: of all segments, or of one.
+        steps: quantization steps of the same segments.
+    """
+    infinite, too_fine, bits, _ = (sum(outcome[number::OUTCOME_NUMBERS]) for number in range(OUTCOME_NUMBERS))
+    return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, steps))
 
 
 # ------------------------------------------------------------------ blocks

@@ -1,20 +1,51 @@
 """Schedule of collectives in which each rank sends each other rank a piece, and nothing is summed.
 
 All pieces are under way at once. Each rank begins with the next rank, as all links would wait for rank 0 otherwise. The
-piece that a rank keeps is copied.
+piece that a rank keeps is copied. On GPUs all frames travel in one operation of NCCL.
 """
 
 from __future__ import annotations
 
 from itertools import zip_longest
 
+from torch import Tensor
+
+from ..codec.gpu_pieces import GpuPiecesCodec
 from ..codec.pieces import PiecesCodec
 from ..runtime.statistics import Counters
-from ..transport.base import FrameTransport
+from ..runtime.trace import span
+from ..transport.base import FrameTransport, Transport, peer_errors
 
 
-def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) -> None:
+def exchange(transport: Transport, codec: PiecesCodec | GpuPiecesCodec, counters: Counters) -> None:
     """Send every rank its piece, and write the pieces of all ranks to the output."""
+    if isinstance(codec, GpuPiecesCodec):
+        _all_at_once(transport, codec, counters)
+    else:
+        _frame_by_frame(transport, codec, counters)
+
+
+def _all_at_once(transport: Transport, codec: GpuPiecesCodec, counters: Counters) -> None:
+    # How long frames are is exchanged on the GPU, so that the host waits once.
+    numbers = codec.encode()
+    others = _exchanged(transport, numbers, codec.numbers_to, codec.numbers_from, counters)
+    messages, going, coming = codec.messages(numbers, others)
+    arrived = _exchanged(transport, messages, going, coming, counters)
+    codec.decode(arrived.split(coming))
+
+
+def _exchanged(
+    transport: Transport, tensor: Tensor, sent: list[int], received: list[int], counters: Counters
+) -> Tensor:
+    """What comes from all ranks, for what `tensor` has for them. `sent`, `received`: elements for and of each rank."""
+    arrived = tensor.new_empty(sum(received))
+    with span("wait", arrived.nbytes, counters), peer_errors("exchanging frames"):
+        transport.plain.all_to_all_single(arrived, tensor, received, sent).wait()
+    counters.wire_bytes += tensor.nbytes
+    return arrived
+
+
+def _frame_by_frame(transport: FrameTransport, codec: PiecesCodec, counters: Counters) -> None:
     n, rank = transport.world_size, transport.rank
     peers = [(rank + i) % n for i in range(1, n)]
     capacity, incoming = codec.frame_capacity, {peer: codec.frames_from(peer) for peer in peers}

@@ -27,10 +27,11 @@ struct Runs {
     Run of[MOST_PIECES];
 };
 
-// What kernels find out about all blocks together.
+// What kernels find out about all blocks of a run together.
 struct Outcome {
     unsigned long long infinite, too_fine;  // blocks with values or results that are not finite; whose codes overflow
     unsigned long long bits;                // roughly those of a value, times 2**20, summed over steps
+    unsigned long long agreed;              // a checksum of the numbers that steps are derived from
 };
 
 }  // namespace ncz
@@ -146,22 +147,31 @@ NCZ_KERNEL(ncz_measure_blocks)
         round_down(largest > most ? infinity() : root, static_cast<bfloat16*>(measured_numbers)[block.number]);
 }
 
-// All steps, from the maximum over ranks of what they measured. Where that allows none they are 0, and `outcome` says why.
+// All steps, from the maximum over ranks of what they measured. Where that allows none they are 0, and the outcome of the run
+// says why.
 NCZ_KERNEL(ncz_derive_steps)
 (const __grid_constant__ Runs runs, long long steps_per_block, int threads, StepRule rule, const void* agreed_numbers,
- long long blocks, Scale* inverse_steps, Scale* scales, Outcome* outcome) {
+ long long blocks, Scale* inverse_steps, Scale* scales, Outcome* outcomes) {
     NCZ_SHARED(unsigned long long, scratch, WARPS);
+    Outcome* outcome = outcomes + frame_number(runs.n);
     BlockOfScale block = block_of_scale(runs, steps_per_block, threads);
     int own = int(threadIdx.x) % threads;
     bool first = own == 0;
-    unsigned long long bits = 0;
+    unsigned long long bits = 0, checksum = 0;
+    double one = 0, two = 0;
     if (block.exists) {
         int64_t second = rule.mode == RMS || rule.mode == RANGE ? blocks : 0;
         auto agreed = [&](int64_t i) {
             return rule.mode == RMS_ONLY ? double(widen(static_cast<const bfloat16*>(agreed_numbers)[i]))
                                          : double(static_cast<const Scale*>(agreed_numbers)[i]);
         };
-        double one = agreed(block.number), two = agreed(second + block.number);
+        one = agreed(block.number);
+        two = agreed(second + block.number);
+        if (first) checksum = uint64_t(__double_as_longlong(one)) + 3 * uint64_t(__double_as_longlong(two));
+    }
+    checksum = block_sum(checksum, scratch);
+    if (threadIdx.x == 0 && checksum) atomicAdd(&outcome->agreed, checksum);
+    if (block.exists) {
         bool infinite = one == infinity() || two == infinity();
         double relative_to = 1, largest = one, typical = one;
         if (rule.mode == REL) relative_to = one;

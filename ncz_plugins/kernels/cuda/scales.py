@@ -17,7 +17,7 @@ from .recorded import Recorder
 
 _WARP_THREADS = 32
 _WIDE_BLOCK_STEPS = 4096  # from this size on a block gets a thread block, below it a warp
-_OUTCOME_NUMBERS = 3  # int64 numbers of ncz::Outcome
+_OUTCOME_NUMBERS = 4  # int64 numbers of ncz::Outcome
 
 
 class Blocks:
@@ -42,8 +42,25 @@ class Blocks:
         self._segments = list(zip(lengths, self._first_steps, steps, accumulate(blocks, initial=0), blocks))
         self._steps_per_block = block // SCALE_BLOCK or max(1, self.steps)
 
-    def launch(self, launcher: Recorder, kernel: str, dtype: torch.dtype, segments: range, *arguments) -> None:
-        """Launch a kernel for the blocks of neighbouring segments. It counts steps from the first segment on."""
+    @property
+    def runs(self) -> int:
+        """Number of runs that `launch` cuts all segments into."""
+        return len(self._segments) if self._whole is None else 1
+
+    def launch(
+        self,
+        launcher: Recorder,
+        kernel: str,
+        dtype: torch.dtype,
+        segments: range,
+        *arguments,
+        of_runs: Sequence[Tensor] = (),
+    ) -> None:
+        """Launch a kernel for the blocks of neighbouring segments. It counts steps from the first segment on.
+
+        Args:
+            of_runs: last arguments, which have a row for each run.
+        """
         begin, end = self._first_steps[segments.start], self._first_steps[segments.stop]
         runs = [(n, first - begin, *rest) for n, first, *rest in self._segments[segments.start : segments.stop]]
         if self._whole is not None:
@@ -55,7 +72,8 @@ class Blocks:
             part = runs[start : start + MOST_PIECES]
             most = max(blocks for *_, blocks in part)
             grid = len(part) * max(1, -(-most // (THREADS // threads)))
-            launcher.launch(f"ncz_{kernel}", dtype, grid, THREADS, runs_table(part), *cut, *arguments)
+            rows = [each[start : start + len(part)] for each in of_runs]
+            launcher.launch(f"ncz_{kernel}", dtype, grid, THREADS, runs_table(part), *cut, *arguments, *rows)
 
     @property
     def all(self) -> range:
@@ -96,14 +114,14 @@ def measure(
 def derive(launcher: Recorder, agreed: Tensor, blocks: Blocks, rule: StepRule) -> tuple[Tensor, Tensor, Tensor]:
     """Steps from the maximum of all ranks' measures: see `quantize.derive` in core/codec.
 
-    Returns: inverse steps and scales, [steps] each, and ncz::Outcome as int64.
+    Returns: inverse steps and scales, [steps] each, and ncz::Outcome of each run as int64, [runs, 4].
     """
     dtype = torch.float32 if agreed.dtype == torch.bfloat16 else agreed.dtype
     mode = MODES[rule.mode]
     measured = torch.bfloat16 if mode == "rms only" else torch.float64 if dtype is torch.float64 else torch.float32
     require(agreed, "agreed", measured, 2 * blocks.count if mode in ("rms", "range") else blocks.count)
     inverse_steps, scales = launcher.empty((2, blocks.steps), dtype, agreed.device).unbind()
-    outcome = launcher.zeros(_OUTCOME_NUMBERS, torch.int64, agreed.device)
-    arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales, outcome
-    blocks.launch(launcher, "derive_steps", dtype, blocks.all, *arguments)
-    return inverse_steps, scales, outcome
+    outcomes = launcher.zeros((blocks.runs, _OUTCOME_NUMBERS), torch.int64, agreed.device)
+    arguments = step_rule_argument(rule), agreed, np.int64(blocks.count), inverse_steps, scales
+    blocks.launch(launcher, "derive_steps", dtype, blocks.all, *arguments, of_runs=[outcomes])
+    return inverse_steps, scales, outcomes
