@@ -30,6 +30,7 @@ _PLAIN_BYTES = {
     "all_gather_single": lambda nbytes, n: nbytes * (n - 1),
     "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
     "all_to_all_single": lambda nbytes, n: nbytes * (n - 1) // n,
+    "send_recv": lambda nbytes, n: nbytes,
 }
 
 COLLECTIVES = tuple(_PLAIN_BYTES)
@@ -101,7 +102,7 @@ class Call:
 
     The caller's arguments:
         collective: torch's name from 2.13 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast,
-            all_to_all_single.
+            all_to_all_single; send_recv for a send and its recv, which are one call of two ranks.
         input: what this rank contributes, of any shape.
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.
@@ -111,6 +112,7 @@ class Call:
         parts: parameters that the larger of both tensors consists of, for policies.
         residual_parts: the same with the names that error feedback uses, where those differ.
         pieces: what goes to and comes from each rank, where ranks exchange pieces; None: all ranks have equal parts.
+        tag: of a send and its recv, which must be equal.
         baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
         joined: memory that several tensors are copied to, and which is `input` and `output` then.
         together: checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
@@ -140,6 +142,7 @@ class Call:
     parts: Sequence[ParameterSlice] = ()
     residual_parts: Sequence[ParameterSlice] | None = None
     pieces: Pieces | None = None
+    tag: int = 0
     baseline: Baseline | None = None
     joined: Joined | None = None
     together: int = 0
@@ -210,7 +213,7 @@ class Call:
                 return plain.reduce_scatter_single(self.output, self.input, self.op)
             case "all_gather_single":
                 return plain.all_gather_single(self.output, self.input)
-            case "all_to_all_single":
+            case "all_to_all_single" | "send_recv":
                 return plain.all_to_all_single(self.output, self.input, self.pieces.received, self.pieces.sent)
             case _:
                 return plain.broadcast(self.output, self.root)

@@ -50,6 +50,7 @@ def signature_described(call: Call) -> dict[str, int]:
         "reduce op": 0 if call.op is None else 1 + place_of(call.op, OPS),
         "scale": 0 if call.scale == 1 else zlib.crc32(repr(float(call.scale)).encode()),
         "source rank": call.root,
+        "tag": 0,
         "transfer": 0,
         "configuration": 0,
         "calls on GPUs before it": 0,
@@ -82,6 +83,7 @@ def numbered(
     return {
         **described,
         "call number": number,
+        "tag": call.tag,
         "transfer": _transfer(call, bypass),
         "configuration": configuration,
         "calls on GPUs before it": uncompared,
@@ -147,7 +149,10 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
     if differing:
         found = "; ".join(_in_words(name, ends, ranks) for name, ends in differing.items())
         steps = ", and end the same steps (end_step)" if "training step" in differing else ""
-        raise MismatchError(f"{collective}: {found}. Every rank must make the same calls in the same order{steps}")
+        ways = "Every rank must make the same calls in the same order"
+        if collective == "send_recv":
+            ways = "Messages from one rank to another arrive in the order in which they were sent: receive them in it"
+        raise MismatchError(f"{collective}: {found}. {ways}{steps}")
 
 
 def pieces_described(pieces: Pieces, rank: int) -> Tensor:
@@ -173,14 +178,16 @@ def require_same_pieces(collective: str, described: Tensor, ranks: Sequence[int]
     differing = (sent != expected).nonzero().tolist()
     if not differing:
         return
+    unit, remedy = "rows", ". input_split_sizes of one rank and output_split_sizes of the others must agree"
+    if collective == "send_recv":
+        unit, remedy = "elements", ": both tensors must have the same size"
     found = "; ".join(
-        f"rank {ranks[source]} sends {sent[source, to]} rows to rank {ranks[to]}, which expects {expected[source, to]}"
+        f"rank {ranks[source]} sends {sent[source, to]} {unit} to rank {ranks[to]}, "
+        f"which expects {expected[source, to]}"
         for source, to in differing[:_MOST_PIECES_NAMED]
     )
     more = f"; and {len(differing) - _MOST_PIECES_NAMED} more" if len(differing) > _MOST_PIECES_NAMED else ""
-    raise MismatchError(
-        f"{collective}: {found}{more}. input_split_sizes of one rank and output_split_sizes of the others must agree"
-    )
+    raise MismatchError(f"{collective}: {found}{more}{remedy}")
 
 
 @lru_cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from .runtime.worker import Worker
 from .transport.routes import Routes
 
 _CLOSE_SECONDS = 5.0
+_no_context = nullcontext()
 
 Job = Callable[..., None]  # takes arguments of its own, then the Device and the Transport of its tensors
 
@@ -32,18 +34,29 @@ class CallQueue:
     Args:
         routes: how tensors reach the other ranks. The queue closes them.
         name: of the thread.
+        together: the queues of one communicator. A failure of one ends all of them.
+        errors: context that translates the errors of calls.
 
     Attributes:
         error: what ended this queue; None as long as it is open.
     """
 
-    def __init__(self, routes: Routes, name: str):
+    def __init__(
+        self,
+        routes: Routes,
+        name: str,
+        together: list[weakref.ref[CallQueue]] | None = None,
+        errors: AbstractContextManager = _no_context,
+    ):
         self.routes = routes
+        self._errors = errors
         self._worker = Worker(name)
         self.error: NczError | None = None
         self._is_closed = False  # for new calls; those before may still be under way
         self._last: Handle | None = None  # what was submitted last
         self._running = threading.Lock()  # held by the thread that makes calls
+        self.together = [] if together is None else together
+        self.together.append(weakref.ref(self))
         end_with_program(self)
 
     def require_open(self) -> None:
@@ -86,13 +99,16 @@ class CallQueue:
 
         Returns after five seconds at the latest. What takes longer goes on, and then the connections are closed.
         """
-        self._is_closed = True
-        if self.error is None:
-            with suppress(UnsupportedError):  # in a fork, which has no part in them
-                self._worker.submit(self._close_routes)
-        if self._worker.close(_CLOSE_SECONDS):
-            leave_to_itself(self)
-            self.error = self.error or _closed()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        first, *others = self._all()
+        for queue in (first, *others):
+            queue._is_closed = True
+        # The first one last: as long as its connections are open, the others know that this rank is there.
+        for queues in (others, [first]):
+            for queue in queues:
+                queue._start_closing()
+            for queue in queues:
+                queue._await_closed(deadline)
 
     def abort(self, error: NczError) -> None:
         """Give up what is under way, and close the connections at once. Later calls raise `error`, or an earlier one.
@@ -100,8 +116,9 @@ class CallQueue:
         A call that waits for a silent peer comes to its end with its time-out only.
         """
         self._fail("aborting", error)
-        leave_to_itself(self)
-        self._worker.close(0)
+        for queue in self._all():
+            leave_to_itself(queue)
+            queue._worker.close(0)
 
     def end(self, seconds: float) -> None:
         """Finish what was submitted within so many seconds, or else give it up; then close the connections.
@@ -122,6 +139,16 @@ class CallQueue:
                 self._fail("ending", NczError("the program ended before this call did"))
         self.close()
 
+    def _start_closing(self) -> None:
+        if self.error is None:
+            with suppress(UnsupportedError):  # in a fork, which has no part in them
+                self._worker.submit(self._close_routes)
+
+    def _await_closed(self, deadline: float) -> None:
+        if self._worker.close(max(0.0, deadline - time.monotonic())):
+            leave_to_itself(self)
+            self.error = self.error or _closed()
+
     def _close_routes(self) -> None:
         with self._running:
             self.routes.close()
@@ -133,9 +160,10 @@ class CallQueue:
             if self.error is not None:
                 raise fresh(self.error)
             try:
-                route, transport = self.routes.of(device)
-                with route.after(asked), memory_errors(collective):
-                    job(*arguments, route, transport)
+                with self._errors:
+                    route, transport = self.routes.of(device)
+                    with route.after(asked), memory_errors(collective):
+                        job(*arguments, route, transport)
                 if self.error is not None:
                     raise fresh(self.error)  # an aborted wait ends as one that was successful does
             except BaseException as error:
@@ -143,10 +171,16 @@ class CallQueue:
                 raise
 
     def _fail(self, collective: str, error: BaseException) -> None:
-        if self.error is None:
-            is_ours = isinstance(error, NczError)
-            self.error = without_frames(error) if is_ours else NczError(f"{collective} failed: {error!r}")
-        self.routes.abort(error)
+        is_ours = isinstance(error, NczError)
+        stored = without_frames(error) if is_ours else NczError(f"{collective} failed: {error!r}")
+        with ExitStack() as stack:  # all are ended even if one raises
+            for queue in self._all():
+                queue.error = queue.error or stored
+                stack.callback(queue.routes.abort, error)
+
+    def _all(self) -> list[CallQueue]:
+        """This queue and those that end together with it."""
+        return [queue for reference in tuple(self.together) if (queue := reference()) is not None]
 
 
 def _closed() -> NczError:

@@ -19,6 +19,7 @@ from .errors import ConfigError, MismatchError, NczError, PeerError
 from .group import Group
 from .on_gpu import GpuCalls
 from .on_host import HostCalls
+from .pairs import Directions, Messages
 from .run import tell
 from .runtime.device import HOST
 from .runtime.handle import Handle, Handles
@@ -38,7 +39,7 @@ from .tuning.measure import TorchRanks, measure_link, measure_open_settings
 from .tuning.tuning_file import apply_tuning_file
 
 
-class Communicator(Collectives):
+class Communicator(Collectives, Messages):
     """Compressed collectives over one process group.
 
     Args:
@@ -112,6 +113,7 @@ class Communicator(Collectives):
         self._group = Group(self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number)
         self._on_host = HostCalls(self._group, self._queue, self._plain)
         self._on_gpus: dict[torch.device, GpuCalls] = {}  # made by the first call on each
+        self._directions = None if self._queue is None else Directions(self._group, self._queue, self.group, *self._met)
 
     def _connect(self, config, training: Training | None, store: dist.Store | None) -> None:
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
@@ -121,6 +123,7 @@ class Communicator(Collectives):
         self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
+        self._met = store, timeout
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         self._open_on_gpus = self.config if self.config.leaves_link_open else None
         measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus

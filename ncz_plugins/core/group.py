@@ -43,8 +43,10 @@ class Group:
         nodes: which ranks share a node; None if sums are not formed inside nodes first.
         auto_schedule: the schedule that `transport.schedule: auto` means; None: chosen by the number of ranks.
         communicator: number of the communicator, see `Training.free_number`.
+        key: what `Training.of_group` knows the state of these ranks by; None: `ranks`.
 
     Attributes:
+        key, communicator: see above.
         on_gpu: whether tensors are on a GPU.
         order: the calls so far, on all devices.
         decisions: decisions and descriptions by `Call.signature`, see `run.decide`.
@@ -61,6 +63,7 @@ class Group:
         nodes: Nodes | None = None,
         auto_schedule: str | None = None,
         communicator: int = 0,
+        key: Sequence[int] | None = None,
     ):
         self.training = training
         self.ranks = ranks
@@ -69,7 +72,8 @@ class Group:
         self.nodes = nodes
         self.order = Order()
         self._auto_schedule = auto_schedule
-        self._communicator = communicator
+        self.communicator = communicator
+        self.key = ranks if key is None else key
         self.use(config)
 
     def use(self, config: Config) -> None:
@@ -88,7 +92,7 @@ class Group:
     @property
     def state(self) -> GroupState:
         """State that all ranks of the group have in common."""
-        return self.training.of_group(self.ranks)
+        return self.training.of_group(self.key)
 
     @property
     def calls(self) -> int:
@@ -113,9 +117,9 @@ class Group:
 
     def own_names(self, parts: Sequence[ParameterSlice]) -> Sequence[ParameterSlice]:
         """Parts by names of this communicator: another one of the training may carry a model with the same names."""
-        if self._communicator == 0:
+        if self.communicator == 0:
             return parts
-        prefix = f"communicator {self._communicator + 1}/"
+        prefix = f"communicator {self.communicator + 1}/"
         return [part if part.name is None else part._replace(name=prefix + part.name) for part in parts]
 
     def count(self, counters: Counters, role: str | None) -> None:

@@ -21,7 +21,7 @@ from .run import count_plain, decide, enter, queue, require_same_call, run, tell
 from .runtime.device import Device
 from .runtime.handle import Handle
 from .runtime.stream import CallStream, StreamHandle, require_capturable
-from .transport.base import CollectiveTransport, Transport, peer_errors
+from .transport.base import CollectiveTransport, PlainCollectives, Transport, peer_errors
 from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
 from .transport.nccl_classes import is_nccl
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
@@ -40,6 +40,7 @@ class GpuCalls:
         calls: runs the calls that need the host; None: the group has one rank.
         user_group: the user's process group, which carries plain calls, in whose streams the GPU does all else.
         open_settings: the settings, if they leave the speed of the link open: the first call measures it.
+        plain: what carries plain calls between the ranks of `group`, if those are not all of the user's group.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class GpuCalls:
         calls: CallQueue | None,
         user_group: dist.ProcessGroup,
         open_settings: Config | None,
+        plain: PlainCollectives | None = None,
     ):
         self._group = group
         self._device = device
         self._calls = calls
         self._user_group = user_group
-        self._plain = TorchCollectives(lambda: user_group)
+        self._plain = TorchCollectives(lambda: user_group) if plain is None else plain
+        self._has_part_of_user_group = plain is not None
         self._open_settings = open_settings
         self._is_connected = False  # or about to be
         self._stream: CallStream | None = None  # of calls at a fixed rate
@@ -188,7 +191,7 @@ class GpuCalls:
             captured: by a CUDA graph, which is to depend on no group that we may close: then the user's alone.
         """
         backend = self._user_group._get_backend(self._device)
-        if not is_nccl(backend):
+        if not is_nccl(backend) or self._has_part_of_user_group:
             return self._calls.routes.of(self._device).transport
         groups = [backend] if captured else [backend, *self._calls.routes.further_groups(self._device)]
         return GroupTransport(self._group.rank, self._group.world_size, StripedCollectives(lambda: groups))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -105,7 +106,7 @@ def decide(group: Group, call: Call) -> None:
         return
 
     # Policies and warm-up look at the parameters that the tensor consists of.
-    alike = group.training.grouped(call.parts, call.input.dtype, call.role, group.ranks)
+    alike = group.training.grouped(call.parts, call.input.dtype, call.role, group.key)
     if len(alike) > 1:
         raise UnsupportedError(
             f"parts of one tensor are treated differently, by {' and '.join(how.because for how, _ in alike)}: "
@@ -372,7 +373,9 @@ def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: S
         return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
     made = call.plan
     tensors = CodedTensor(made.layout, made.source), CodedTensor(made.pieces, output=made.output)
-    noise = noise_for(call.config, made.number, transport.rank, transport.world_size)
+    # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
+    number = made.number + zlib.crc32(repr(ranks).encode())
+    noise = noise_for(call.config, number, transport.rank, transport.world_size)
     shared = call.counters, transport.link_gbps, transport.carried_gbps, noise
     if device.in_batches:
         return GpuPiecesCodec(call.config, device, *tensors, transport.rank, *shared)

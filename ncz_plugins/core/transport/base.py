@@ -292,6 +292,10 @@ class Transport(FrameTransport):
         """
         return self.start_max(comparison.tensor, counters)
 
+    def has_left(self, rank: int) -> bool:
+        """Whether it is known that another rank has closed its connections. Any thread may ask."""
+        return False
+
     def use_groups(self, count: int) -> int:
         """Send large gathers and exchanges over `count` NCCL groups side by side.
 

@@ -4,7 +4,8 @@ Plain collectives go through gloo. Frames and short messages go through two mesh
 There is no mesh between more than 16 ranks, or if gloo is told to encrypt; then everything goes through gloo.
 
 Between n ranks a rank has 3 (n - 1) sockets and one thread of gloo, or without a mesh 2 (n - 1) sockets and two threads
-of gloo. All connections of a process share gloo's listener, with 4 descriptors and a thread.
+of gloo. All connections of a process share gloo's listener, with 4 descriptors and a thread. For messages in one
+direction between two ranks there is one socket and no gloo, if there is a mesh.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from .base import GeneratorWork, Tag, Work, peer_errors
 from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
 from .handshake import require_all_able
-from .mesh import MOST_RANKS, Mesh, open_mesh
+from .mesh import MOST_RANKS, Incoming, Mesh, Outgoing, open_mesh
 
 MAX_BYTES_WITH_COMPARISON = 16 << 20  # values that may travel with a comparison, to each other rank
 # Limits of the bytes that a rank sends in an agreement, by the way to agree: see `WayToAgree`.
@@ -61,16 +63,29 @@ class Connections:
         store: a store that nothing else uses under the same prefix.
         timeout: how long to wait for a peer, when connecting and in each operation.
         channels: TCP connections with each rank for frames, if there is a mesh.
+        names: what messages call each rank; None: its number here.
+        one_way: for two ranks of which one sends to the other: one mesh carries all, as agreements and frames take
+            turns, and if there is one there are no process groups. The value waits until the store has some keys.
 
     Attributes:
         mesh: the mesh for short messages; None if there is none.
         frames: the mesh for frames; None if there is none.
+        has_no_groups: whether the mesh carries all, and there is no process group.
 
     Raises UnsupportedError if torch has no gloo or this process may not open enough descriptors, and PeerError if the
     other ranks don't come or can't connect.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        channels: int = 1,
+        names: Sequence[int] | None = None,
+        one_way: Callable[[dist.Store, list[str]], None] | None = None,
+    ):
         if not dist.is_gloo_available():
             raise UnsupportedError(
                 "torch was built without gloo, which carries sizes, agreements and compressed CPU tensors"
@@ -82,27 +97,40 @@ class Connections:
         self._under_way: set[TrackedWork] = set()
         self._closed: str | None = None  # why the connections were closed
         self.mesh = self.frames = None
-        refusal = shortage_of_descriptors(_descriptors(world_size, channels), world_size)
-        require_all_able(dist.PrefixStore("descriptors", store), rank, world_size, refusal, timeout)
+        self._upwards = self._downwards = None
+        self._devices: list = []
+        self.has_no_groups = False
+        if one_way is None:
+            refusal = shortage_of_descriptors(_descriptors(world_size, channels), world_size)
+            require_all_able(dist.PrefixStore("descriptors", store), rank, world_size, refusal, timeout)
         try:
-            self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout)
-            self.frames = open_mesh(dist.PrefixStore("mesh of frames", store), rank, world_size, timeout, channels)
-            # Not torch.distributed.new_group: it needs every rank of the world, or names the group by the number of
-            # groups that a rank is in, which may differ between ranks.
-            with peer_errors("connecting to the other ranks"):
-                self._devices = _gloo_devices()
-                options = dist.ProcessGroupGloo._Options()
-                options._devices, options._threads, options._timeout = self._devices, 1, timeout
-                self._upwards = dist.ProcessGroupGloo(dist.PrefixStore("upwards", store), rank, world_size, options)
-                self._downwards = self._upwards
-                if self.frames is None:
-                    self._downwards = dist.ProcessGroupGloo(
-                        dist.PrefixStore("downwards", store), rank, world_size, options
-                    )
+            if one_way is None:
+                self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout, names=names)
+            frames = dist.PrefixStore("mesh of frames", store)
+            self.frames = open_mesh(frames, rank, world_size, timeout, channels, names, one_way)
+            if one_way is not None:
+                self.mesh = self.frames
+                self.has_no_groups = self.mesh is not None
+            if not self.has_no_groups:
+                self._open_groups(store, timeout)
         except BaseException:
             self._close_meshes("connecting failed")
             raise
         keep_in_forks(self)
+
+    def _open_groups(self, store: dist.Store, timeout: timedelta) -> None:
+        """Open the process groups of gloo. All ranks must call this."""
+        # Not torch.distributed.new_group: it needs every rank of the world, or names the group by the number of
+        # groups that a rank is in, which may differ between ranks.
+        with peer_errors("connecting to the other ranks"):
+            self._devices = _gloo_devices()
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = self._devices, 1, timeout
+            place = self.rank, self.world_size, options
+            self._upwards = dist.ProcessGroupGloo(dist.PrefixStore("upwards", store), *place)
+            self._downwards = self._upwards
+            if self.frames is None:
+                self._downwards = dist.ProcessGroupGloo(dist.PrefixStore("downwards", store), *place)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -111,10 +139,15 @@ class Connections:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         """Start to send a tensor in host memory, which must not change before the work is over."""
+        if self.has_no_groups:
+            return _MessageWork(self.mesh, self.mesh.send(to, memory_of(tensor.detach())))
         return self.track(self._group(upwards=to > self.rank).send([tensor], to, tag))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive into a tensor in host memory, which must be large enough for the message."""
+        if self.has_no_groups:
+            nbytes, memory = tensor.nbytes, memory_of(tensor.detach())
+            return _MessageWork(self.mesh, self.mesh.receive(source, nbytes, nbytes, memory=memory))
         return self.track(self._group(upwards=source < self.rank).recv([tensor], source, tag))
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Work:
@@ -224,6 +257,17 @@ class _Ended:
 
 
 _over = _Ended()
+
+
+class _MessageWork(NamedTuple):
+    """Work of a message over a mesh."""
+
+    mesh: Mesh
+    message: Outgoing | Incoming
+
+    def wait(self, *timeout) -> bool:
+        self.mesh.finish([self.message])
+        return True
 
 
 def _descriptors(world_size: int, channels: int) -> int:

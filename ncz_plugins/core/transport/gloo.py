@@ -12,17 +12,19 @@ import time
 from collections import deque
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import FrameStream, Tag, Transport, Work, frame_bytes, peer_errors
+from .base import FrameStream, PlainCollectives, Tag, Transport, Work, frame_bytes, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
 from .small import SmallCollectives
+from .subset import SubsetCollectives
 
 # Bytes of the receives that are posted ahead for each peer. A frame leaves once a receive is posted for it, and a rank
 # posts none while it is coding.
@@ -42,8 +44,11 @@ class GlooTransport(Transport):
         self.rank = connections.rank
         self.world_size = connections.world_size
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
-        self.plain = TorchCollectives(lambda: connections.group, connections.track)
-        self.small = SmallCollectives(connections)
+        if connections.has_no_groups:
+            self.plain = SubsetCollectives(Messages(connections), range(self.world_size), self.rank)
+        else:
+            self.plain = TorchCollectives(lambda: connections.group, connections.track)
+            self.small = SmallCollectives(connections)
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
     def streams(
@@ -82,11 +87,29 @@ class GlooTransport(Transport):
     def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         return self._connections.start_comparison(comparison, counters, values)
 
+    def has_left(self, rank: int) -> bool:
+        mesh = self._connections.mesh
+        return mesh is not None and mesh.has_left(rank)
+
     def close(self) -> None:
         self._connections.close()
 
     def abort(self, error: BaseException) -> None:
         self._connections.close(error)
+
+
+class Messages(PlainCollectives):
+    """Messages between ranks without process groups."""
+
+    def __init__(self, connections: Connections):
+        self._connections = connections
+
+    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
+        raise self._missing("all_reduce")
+
+    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Work]:
+        works = [self._connections.send(tensor, to, Tag.PLAIN) for to, tensor in sends]
+        return works + [self._connections.receive(tensor, source, Tag.PLAIN) for source, tensor in receives]
 
 
 class GlooStream(FrameStream):

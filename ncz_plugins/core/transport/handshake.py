@@ -40,6 +40,14 @@ def meet(ranks: Sequence[int], rank: int, purpose: str) -> dist.Store:
     return dist.PrefixStore(f"{name}/{store.add(f'{name}/met by {rank}', 1)}", store)
 
 
+def store_of_own(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own, of use while another thread waits for a key of `store`.
+
+    Old versions of torch have only `store` itself.
+    """
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def open_store(
     rank: int, world_size: int, timeout: timedelta, host: str, broadcast: Callable[[Tensor], Tensor]
 ) -> dist.Store:

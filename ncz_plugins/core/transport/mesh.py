@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
@@ -49,17 +49,28 @@ _MAX_POLL_SECONDS = 3600.0  # poll(2) takes milliseconds in an int, and some tim
 # it have left this machine (tcp_autocorking). Behind a limited link it then waited 40 ms, for the receiver's delayed
 # acknowledgement. Other systems refuse this flag for TCP.
 _SEND_FLAGS = socket.MSG_EOR if sys.platform == "linux" else 0
+_LEFT = getattr(select, "POLLRDHUP", 0)  # the event of a connection that the other end has closed; Linux has it
 
 Memory = bytes | memoryview  # a memoryview has items of one byte
 
 
-def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta, channels: int = 1) -> Mesh | None:
+def open_mesh(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    channels: int = 1,
+    names: Sequence[int] | None = None,
+    wait: Callable[[dist.Store, list[str]], None] | None = None,
+) -> Mesh | None:
     """Connect this rank with all others that meet at `store`. All ranks must call this.
 
     Args:
         store: a store that nothing else uses under the same prefix.
         timeout: how long to wait for other ranks, here and in each operation of the mesh.
         channels: TCP connections with each rank, the same number on all ranks.
+        names: what messages call each rank; None: its number here.
+        wait: waits until the store has some keys; None: by the store's own wait.
 
     Returns the mesh, or None on every rank: if there are more than 16 ranks, if one of them has no address to listen
     at, or if GLOO_DEVICE_TRANSPORT asks one for encryption, which only gloo has.
@@ -70,6 +81,7 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
         return None
     address = None if os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS" else own_address()
     deadline = time.monotonic() + timeout.total_seconds()
+    names = range(world_size) if names is None else names
     secret = secrets.token_bytes(16)
     with ExitStack() as opened:  # closes all sockets after an error
         # Listen, and tell the other ranks where.
@@ -80,7 +92,11 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
             own = f"{address} {listener.getsockname()[1]} {secret.hex()}"
         with peer_errors("connecting to the other ranks"):
             store.set(f"{rank}", own)
-            store.wait([f"{peer}" for peer in range(world_size)], timeout)
+            everyone = [f"{peer}" for peer in range(world_size)]
+            if wait is None:
+                store.wait(everyone, timeout)
+            else:
+                wait(store, everyone)
             listening = [store.get(f"{peer}").decode() for peer in range(world_size)]
         if not all(listening):
             return None
@@ -89,10 +105,10 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
         sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
         for peer in range(rank):
             for channel in range(channels):
-                with _reaching(f"{peer}"):
+                with _reaching(f"{names[peer]}"):
                     sockets[peer, channel] = opened.enter_context(_call(listening[peer], rank, channel, deadline))
         for peer, channel in list(sockets):
-            with _reaching(f"{peer}"):
+            with _reaching(f"{names[peer]}"):
                 while not _is_answered(sockets[peer, channel], deadline):
                     sockets[peer, channel].close()
                     time.sleep(_CALL_AGAIN_SECONDS)
@@ -101,11 +117,12 @@ def open_mesh(store: dist.Store, rank: int, world_size: int, timeout: timedelta,
         # Accept the calls of the higher ranks.
         missing = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
         while missing:
-            with _reaching(", ".join(map(str, sorted({peer for peer, _ in missing})))):
+            with _reaching(", ".join(map(str, sorted({names[peer] for peer, _ in missing})))):
                 who, connection = _accept(listener, secret, missing, deadline)
             sockets[who] = opened.enter_context(connection)
             missing.remove(who)
-        mesh = Mesh([_Connection(peer, sockets[peer, channel]) for peer, channel in sorted(sockets)], timeout)
+        connections = [_Connection(peer, names[peer], sockets[peer, channel]) for peer, channel in sorted(sockets)]
+        mesh = Mesh(connections, timeout)
         opened.pop_all()
     listener.close()
     return mesh
@@ -215,11 +232,30 @@ class Mesh:
                 connection.advance()
             return outgoing
 
-    def receive(self, source: int, least: int, most: int, channel: int = 0) -> Incoming:
-        """Start to receive a message of `least` to `most` bytes from one rank, without a wait."""
+    def receive(
+        self, source: int, least: int, most: int, channel: int = 0, memory: memoryview | None = None
+    ) -> Incoming:
+        """Start to receive a message of `least` to `most` bytes from one rank, without a wait.
+
+        Args:
+            memory: where the message goes if it has this length; None: to new memory.
+        """
         with self._lock:
             self._require_open()
-            return self._by_rank[source][channel].receive(least, most)
+            return self._by_rank[source][channel].receive(least, most, memory=memory)
+
+    def name_of(self, rank: int) -> int:
+        """What messages call a rank."""
+        return self._by_rank[rank][0].name
+
+    def has_left(self, rank: int) -> bool:
+        """Whether another rank has closed its connections, as a process that ends does. Any thread may ask."""
+        descriptor = self._by_rank[rank][0].socket.fileno()
+        if descriptor < 0:  # it is this rank that has closed them
+            return False
+        poll = select.poll()
+        poll.register(descriptor, _LEFT)
+        return any(event & (_LEFT | select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
 
     def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
         """Wait until these messages were sent and received. Raises PeerError."""
@@ -278,7 +314,7 @@ class Mesh:
         silent_since = min(connection.heard for connection in awaited)
         left = silent_since + self._timeout - time.monotonic()
         if left <= 0:
-            silent = {connection.rank for connection in awaited if connection.heard == silent_since}
+            silent = {connection.name for connection in awaited if connection.heard == silent_since}
             names = ", ".join(map(str, sorted(silent)))
             raise PeerError(
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
@@ -401,7 +437,7 @@ class Incoming:
             wanted = self._left.nbytes
             received = source.recv_into(self._left)
             if not received:
-                raise PeerError(_gone(self.connection.rank))
+                raise PeerError(_gone(self.connection.name))
             self._left = self._left[received:]
             if received < wanted:
                 if self.values is None and self._front.nbytes - self._left.nbytes >= _LENGTH.size:
@@ -429,7 +465,7 @@ class Incoming:
         (nbytes,) = _LENGTH.unpack_from(self._front)
         if not least <= nbytes <= most:
             raise PeerError(
-                f"rank {self.connection.rank} sent a message of {nbytes} bytes; {least} to {most} are possible. "
+                f"rank {self.connection.name} sent a message of {nbytes} bytes; {least} to {most} are possible. "
                 "All ranks must run the same version of ncz_plugins."
             )
         return nbytes
@@ -439,13 +475,16 @@ class _Connection:
     """TCP connection with one rank, and the messages under way on it, in order.
 
     Attributes:
+        rank: the rank at the other end.
+        name: what messages call it.
         outgoing, incoming: messages that are not over, oldest first.
         is_full: True if the socket took no more bytes when it was last tried.
         heard: time when the socket last sent or took something, or a wait for it began, in seconds of `time.monotonic`.
     """
 
-    def __init__(self, rank: int, opened: socket.socket):
+    def __init__(self, rank: int, name: int, opened: socket.socket):
         self.rank = rank
+        self.name = name
         self.socket = opened
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
@@ -512,7 +551,7 @@ class _Connection:
         if isinstance(self._lost, PeerError):
             raise fresh(self._lost)
         if self._lost is not None:
-            raise PeerError(f"{_gone(self.rank)} ({self._lost})") from self._lost
+            raise PeerError(f"{_gone(self.name)} ({self._lost})") from self._lost
 
     def send_more(self) -> None:
         """Send as much as is possible without a wait."""

@@ -60,8 +60,8 @@ class SubsetCollectives(PlainCollectives):
         """Send tensor i of `outgoing` to rank i, and receive tensor i of `incoming` from rank i."""
         peers = [number for number in range(len(self._ranks)) if number != self._rank]
         works = self._plain.exchange(
-            [(self._ranks[peer], outgoing[peer]) for peer in peers],
-            [(self._ranks[peer], incoming[peer]) for peer in peers],
+            [(self._ranks[peer], outgoing[peer]) for peer in peers if outgoing[peer].numel()],
+            [(self._ranks[peer], incoming[peer]) for peer in peers if incoming[peer].numel()],
         )
         incoming[self._rank].copy_(outgoing[self._rank])
         return _Messages(works)
