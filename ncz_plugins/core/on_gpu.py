@@ -15,7 +15,7 @@ from .call import Call
 from .call_description import connecting, measuring
 from .call_queue import CallQueue
 from .config import Config
-from .errors import memory_errors
+from .errors import UnsupportedError, memory_errors
 from .group import Group
 from .run import count_plain, decide, enter, queue, require_same_call, run, tell
 from .runtime.device import Device
@@ -40,7 +40,7 @@ class GpuCalls:
         calls: runs the calls that need the host; None: the group has one rank.
         user_group: the user's process group, which carries plain calls, in whose streams the GPU does all else.
         open_settings: the settings, if they leave the speed of the link open: the first call measures it.
-        plain: what carries plain calls between the ranks of `group`, if those are not all of the user's group.
+        plain: what carries plain messages between the two ranks of `group`; None: the user's group carries collectives.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GpuCalls:
         self._calls = calls
         self._user_group = user_group
         self._plain = TorchCollectives(lambda: user_group) if plain is None else plain
-        self._has_part_of_user_group = plain is not None
+        self._are_messages = plain is not None
         self._open_settings = open_settings
         self._is_connected = False  # or about to be
         self._stream: CallStream | None = None  # of calls at a fixed rate
@@ -89,13 +89,16 @@ class GpuCalls:
 
         if captured:
             require_capturable(call.collective, call.config.quantizer)
+            if self._are_messages:
+                raise UnsupportedError("compressed messages can't be captured in a CUDA graph: send them plain")
         else:
             self._connect(call)
         enter(self._group, call)
         if captured:  # the host would have to look at a sum that is verified
             call.plan = replace(call.plan, verify_as=None)
         verifies = call.plan.verify_as is not None
-        if call.config.quantizer.bits is not None and not verifies:
+        # The first of a message's two ranks must not wait for the other one here: it may have more to ask for.
+        if call.config.quantizer.bits is not None and not verifies and not self._are_messages:
             return self._begin_at_fixed_rate(call, captured)
 
         self._follow_calls_before()
@@ -191,7 +194,7 @@ class GpuCalls:
             captured: by a CUDA graph, which is to depend on no group that we may close: then the user's alone.
         """
         backend = self._user_group._get_backend(self._device)
-        if not is_nccl(backend) or self._has_part_of_user_group:
+        if not is_nccl(backend):
             return self._calls.routes.of(self._device).transport
         groups = [backend] if captured else [backend, *self._calls.routes.further_groups(self._device)]
         return GroupTransport(self._group.rank, self._group.world_size, StripedCollectives(lambda: groups))

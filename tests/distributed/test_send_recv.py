@@ -1,12 +1,18 @@
 """send, recv, isend, irecv and batches of them, on real ranks."""
 
+import gc
+import os
+import signal
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import rank, values, world_size
-from scenarios import ranks
+from on_rank import attempt, leave, leave_alone, rank, values, world_size
+from scenarios import ranks, report, run_ranks
 
-from ncz_plugins import Communicator, MismatchError, UnsupportedError
+from ncz_plugins import Communicator, MismatchError, NczError, PeerError, UnsupportedError
 
 BOUND = 0.01
 ABS = {"mode": "abs", "value": BOUND}
@@ -99,6 +105,16 @@ def test_every_way_to_quantize(group, quantizer):
     for block, its in zip(expected.split(256), received.split(256)):
         scale = largest.get(quantizer.get("mode"), block.abs().max())
         assert (its - block).abs().max() <= 1.001 * quantizer.get("value", 0) * scale
+
+
+@ranks(2)
+def test_a_fixed_rate(group):
+    with opened(group, quantizer={"mode": "bits", "value": 8}) as communicator:
+        received, expected = around(communicator, values(rank, PRIME)), values(BEFORE, PRIME)
+        total = communicator.stats.total
+        assert total.compressed_calls == 2 and total.ratio > 3
+        for block, its in zip(expected.split(256), received.split(256)):
+            assert 0 < (its - block).abs().max() <= block.abs().max() / 60
 
 
 @ranks(2)
@@ -295,9 +311,6 @@ def test_small_messages_and_roles_go_plain_on_both_ranks(group):
         total = communicator.stats.total
         assert total.bypasses == {"role not enabled": 2}
         assert total.bypassed_bytes == {"role not enabled": 4 * large}
-    with opened(group, quantizer={"mode": "bits", "value": 4}) as communicator:
-        assert torch.equal(around(communicator, values(rank, PRIME)), values(BEFORE, PRIME))
-        assert communicator.stats.total.bypasses == {"exchange on a GPU or at a fixed rate": 2}
 
 
 @ranks(2)
@@ -382,3 +395,195 @@ def test_a_rank_that_refuses_its_message_tells_the_other_one(group, error, told,
         else:
             with pytest.raises(MismatchError, match="rank 0 refused its call"):
                 communicator.recv(torch.ones(8), 0)
+
+
+# ------------------------------------------------------------------ what is held
+
+
+def held() -> tuple[int, int]:
+    """Open descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@ranks(3)
+def test_a_direction_takes_one_socket_and_one_thread(group):
+    with opened(group) as communicator:
+        communicator.all_reduce(values(rank, PRIME), async_op=True).wait()
+        before = held()
+        for _ in range(5):  # one direction to the next rank, one from the rank before
+            for numel in (10, PRIME):
+                around(communicator, values(rank, numel))
+                around(communicator, torch.ones(numel, dtype=torch.int64))
+        files, threads = (now - then for now, then in zip(held(), before))
+        assert files <= 2 and threads <= 2, (files, threads)
+
+
+@ranks(2)
+def test_communicators_that_are_dropped_take_their_directions_along(group):
+    before = held()
+    gc.disable()
+    for _ in range(5):
+        communicator = opened(group)
+        around(communicator, values(rank, PRIME))
+        del communicator
+    deadline = time.monotonic() + 20  # threads end by themselves, soon
+    while len(os.listdir("/proc/self/task")) > before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    gc.enable()
+    assert files <= before[0] and threads <= before[1], (files, threads, before)
+
+
+# ------------------------------------------------------------------ failures
+
+SOON = 20.0  # seconds; the time-out of what must end before it is half an hour
+LONG = 1800.0
+
+
+@ranks(2)
+@pytest.mark.parametrize("met", [False, True])
+@pytest.mark.parametrize("what", ["send", "recv"])
+def test_a_message_that_the_peer_does_not_take_part_in_ends_with_the_time_out(group, what, met):
+    """Both ranks send, or both receive, and wait: before and after their first message."""
+    with opened(group, transport={"min_bytes": 0, "timeout_seconds": 2}) as communicator:
+        if met:
+            around(communicator, values(rank, 10))
+        dist.barrier(group)
+        found = attempt(lambda: getattr(communicator, what)(values(rank, 10), 1 - rank))
+        assert found["error"] == "PeerError" and found["seconds"] < SOON, found
+        assert f"{what} {'to' if what == 'send' else 'from'} rank {1 - rank}, which ends with the" in found["message"]
+        assert "within" in found["message"] or "has closed" in found["message"], found  # the other one was first
+        assert isinstance(communicator.error, PeerError)
+        dist.barrier(group)
+
+
+@ranks(3)
+@pytest.mark.parametrize("met", [False, True])
+def test_a_failure_ends_all_messages_and_collectives_of_all_ranks(group, met):
+    with opened(group, transport={"min_bytes": 0, "timeout_seconds": LONG}) as communicator:
+        if met:
+            around(communicator, values(rank, 10))
+        started = time.monotonic()
+        if rank == 0:
+            waiting = [communicator.irecv(torch.empty(9), 1), communicator.irecv(torch.empty(9), 2)]
+            communicator.isend(torch.ones(9), 1)
+        elif rank == 1:
+            waiting = [communicator.irecv(torch.empty(8), 0)]  # of another size
+        else:
+            waiting = [communicator.irecv(torch.empty(9), 0), communicator.irecv(torch.empty(9), 1)]
+        errors = [attempt(handle.wait) for handle in waiting]
+        assert all(errors), errors
+        assert (rank == 2) or communicator.error is not None
+        assert attempt(lambda: communicator.all_reduce(torch.ones(5))) is not None
+        assert attempt(lambda: communicator.send(torch.ones(5), NEXT)) is not None
+        assert time.monotonic() - started < SOON
+
+
+@ranks(2)
+def test_aborting_and_closing_with_messages_under_way(group):
+    for met in (False, True):
+        for ending in ("abort", "close"):
+            communicator = opened(group, transport={"min_bytes": 0, "timeout_seconds": LONG})
+            if met:
+                around(communicator, values(rank, 10))
+            started = time.monotonic()
+            waiting = communicator.irecv(torch.empty(10), 1 - rank)
+            if rank == 0:
+                getattr(communicator, ending)()
+            with pytest.raises(NczError):
+                waiting.wait()
+            assert time.monotonic() - started < SOON
+            communicator.close()
+            with pytest.raises(NczError):
+                communicator.isend(torch.ones(10), 1 - rank)
+            dist.barrier(group)
+
+
+@ranks(2)
+def test_what_was_asked_for_is_finished_before_a_communicator_closes(group):
+    received = torch.empty(PRIME)
+    with opened(group) as communicator:
+        handles = [communicator.irecv(received, 1 - rank), communicator.isend(values(rank, PRIME), 1 - rank)]
+    assert all(handle.is_success() for handle in handles)
+    assert is_within_bound(received, values(1 - rank, PRIME))
+
+
+@ranks(2)
+def test_an_interrupted_message_breaks_the_communicator(group):
+    """Ctrl-C while the main thread waits."""
+    for way in ("send", "isend"):
+        with opened(group, transport={"min_bytes": 0, "timeout_seconds": LONG}) as communicator:
+            around(communicator, values(rank, 10))
+            if rank == 0:
+                timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+                timer.start()
+                with pytest.raises(KeyboardInterrupt):
+                    handle = getattr(communicator, way)(torch.ones(10), 1)
+                    handle.wait()
+                communicator.abort()
+            else:
+                with pytest.raises(PeerError, match="recv from rank 0, .*rank 0 has closed its connections"):
+                    dist.barrier(group)
+                    communicator.recv(torch.empty(10), 0)
+            if rank == 0:
+                dist.barrier(group)
+
+
+@ranks(2)
+def test_a_fork_can_not_send(group):
+    with opened(group) as communicator:
+        around(communicator, values(rank, 10))
+        reads, writes = os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.write(writes, str(attempt(lambda: communicator.send(torch.ones(10), 1 - rank))).encode())
+            os._exit(0)
+        os.waitpid(process, 0)
+        os.close(writes)
+        with os.fdopen(reads) as answer:
+            found = answer.read()
+        assert "UnsupportedError" in found and "is a fork of process" in found, found
+        around(communicator, values(rank, 10))  # the parent's goes on
+
+
+def lose_a_peer(case: str) -> None:
+    """Rank 1 of three dies or falls silent when the others wait for its messages."""
+    dist.init_process_group("gloo")
+    seconds = 3.0 if case.startswith("silent") else LONG
+    communicator = Communicator({"quantizer": ABS, "transport": {"min_bytes": 0, "timeout_seconds": seconds}})
+    if case.endswith("later"):
+        around(communicator, values(rank, 10))
+    leave({})
+    if rank == 1:
+        time.sleep(1)
+        if case.startswith("silent"):
+            time.sleep(SOON)
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = attempt(lambda: communicator.recv(torch.empty(PRIME), 1))
+    leave_alone(found)
+
+
+@pytest.mark.parametrize("case", ["dead at first", "dead later", "silent at first", "silent later"])
+def test_a_dead_or_silent_peer_is_noticed(case, tmp_path):
+    finished = run_ranks(3, lose_a_peer, tmp_path, case)
+    for each in (finished[0].result, finished[2].result):
+        assert each["error"] == "PeerError" and each["seconds"] < SOON, report(finished)
+        assert each["message"].startswith("recv from rank 1, which ends with the send there: "), each
+        if case.startswith("dead"):
+            assert "rank 1 has closed its connections" in each["message"]
+
+
+def end_with_a_message_under_way() -> dict:
+    dist.init_process_group("gloo")
+    communicator = Communicator({"quantizer": ABS, "transport": {"min_bytes": 0, "timeout_seconds": LONG}})
+    around(communicator, values(rank, 10))
+    communicator.irecv(torch.empty(10), NEXT)  # which is never sent
+    return {"ends": time.time()}
+
+
+def test_a_program_that_ends_with_a_message_under_way_leaves_nothing_running(tmp_path):
+    finished = run_ranks(2, end_with_a_message_under_way, tmp_path)
+    assert [each.returncode for each in finished] == [0, 0], report(finished)
+    assert all("terminate called" not in each.output for each in finished), report(finished)
+    assert max(each.ended - each.result["ends"] for each in finished) < SOON, report(finished)

@@ -293,7 +293,10 @@ class Transport(FrameTransport):
         return self.start_max(comparison.tensor, counters)
 
     def has_left(self, rank: int) -> bool:
-        """Whether it is known that another rank has closed its connections. Any thread may ask."""
+        """Whether it is known that another rank has closed its connections. Any thread may ask.
+
+        Raises PeerError if this rank has closed them.
+        """
         return False
 
     def use_groups(self, count: int) -> int:

@@ -249,9 +249,13 @@ class Mesh:
         return self._by_rank[rank][0].name
 
     def has_left(self, rank: int) -> bool:
-        """Whether another rank has closed its connections, as a process that ends does. Any thread may ask."""
+        """Whether another rank has closed its connections, as a process that ends does. Any thread may ask.
+
+        Raises PeerError if this rank has closed them.
+        """
+        self._require_open()
         descriptor = self._by_rank[rank][0].socket.fileno()
-        if descriptor < 0:  # it is this rank that has closed them
+        if descriptor < 0:  # closed this moment
             return False
         poll = select.poll()
         poll.register(descriptor, _LEFT)

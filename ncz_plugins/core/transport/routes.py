@@ -179,6 +179,8 @@ class OneWayRoutes(Routes):
         """See `Routes.of`. Raises PeerError if the peer makes no call within the time-out."""
         if self._between_all is not None and not self._closed:
             self._open()
+        if device not in self._routes:
+            self._store = store_of_own(self._store)  # NCCL waits in it
         return super().of(device)
 
     def _connect(self) -> None:
@@ -188,12 +190,12 @@ class OneWayRoutes(Routes):
         """Connect with the peer, once it makes its first call."""
         if refusal := shortage_of_descriptors(self._channels, 2):
             raise UnsupportedError(refusal)
-        self._store = store_of_own(self._store)
+        store = store_of_own(self._store)  # which ends with this method
         peer = self._names[1 - self._rank]
         with peer_errors(f"meeting rank {peer}"):
-            self._store.set(f"here {self._rank}", "")
-            self._await(self._store, [f"here {1 - self._rank}"])
-        place = self._store, self._rank, 2, self._timeout, self._channels, self._names
+            store.set(f"here {self._rank}", "")
+            self._await(store, [f"here {1 - self._rank}"])
+        place = store, self._rank, 2, self._timeout, self._channels, self._names
         connections = Connections(*place, one_way=self._await)
         known, self._between_all = self._between_all, None
         transport = GlooTransport(connections)
