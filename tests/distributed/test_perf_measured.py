@@ -33,7 +33,7 @@ def test_every_collective_is_right(group, collective):
     assert {r["peer"] for r in records} == set(JOB.peers) and len(records) == len(SIZES) * len(JOB.peers)
     for r in records:
         assert r["op"] == ("sum" if collective in ("all_reduce", "reduce_scatter") else "none")
-        assert r["count"] == r["size"] // 4 // (1 if collective in ("all_reduce", "broadcast") else 3)
+        assert r["count"] == r["size"] // 4 // (1 if collective in ("all_reduce", "broadcast", "sendrecv") else 3)
         if r["size"] < 10_000 or r["peer"] != "ncz":
             assert r["error"] < 1e-3
         else:
@@ -68,6 +68,7 @@ def test_values_and_bounds_are_what_they_should_be(group, collective):
         "all_gather": torch.cat(held),
         "broadcast": held[0],
         "all_to_all": torch.cat([x[rank * part : (rank + 1) * part] for x in held]),
+        "sendrecv": held[rank - 1],
     }[collective]
 
     def bounds(x, pieces) -> torch.Tensor:
@@ -78,7 +79,7 @@ def test_values_and_bounds_are_what_they_should_be(group, collective):
     elif collective == "reduce_scatter":
         allowed = torch.stack([bounds(x, world_size) for x in held]).amax(0).chunk(world_size)[rank] * world_size
     else:
-        allowed = bounds(values, 1 if collective == "broadcast" else world_size)
+        allowed = bounds(values, 1 if collective in ("broadcast", "sendrecv") else world_size)
     answer = verify.exact(collective, held[rank].float(), QuantizerConfig(mode="rms", value=0.125, block=block))
     assert torch.allclose(answer.values, values) and torch.allclose(torch.from_numpy(answer.allowed), allowed)
 

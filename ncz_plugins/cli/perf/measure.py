@@ -36,6 +36,7 @@ _BUS_SHARES = {
     "all_gather": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
+    "sendrecv": lambda n: 1.0,
 }
 
 
@@ -44,7 +45,7 @@ def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple
 
     The tensor is the larger one of input and output. nccl-tests counts elements of one rank's part if there are parts.
     """
-    if collective in ("all_reduce", "broadcast"):
+    if collective in ("all_reduce", "broadcast", "sendrecv"):
         count = max(1, size // itemsize)
         return count, count
     part = max(1, size // itemsize // ranks)

@@ -14,6 +14,7 @@ from ...core.codec.layout import Layout
 from ...core.codec.quantize import smallest_bound
 from ...core.config import QuantizerConfig
 from ...kernels.format import RATE_BLOCK
+from .contenders.collectives import of_torch, send_around
 
 SUMS = ("all_reduce", "reduce_scatter")
 
@@ -48,7 +49,8 @@ def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = _exchanged(collective, x)
     # If each rank has a part, each part starts new blocks.
-    lengths = [x.numel()] if collective in ("all_reduce", "broadcast") else [values.numel() // ranks] * ranks
+    whole = collective in ("all_reduce", "broadcast", "sendrecv")
+    lengths = [x.numel()] if whole else [values.numel() // ranks] * ranks
     if collective == "reduce_scatter":
         lengths = [x.numel() // ranks] * ranks
     layout = Layout.of(lengths, max(lengths))
@@ -102,6 +104,10 @@ def _exchanged(collective: str, x: Tensor) -> Tensor:
     elif collective == "all_to_all":
         values = torch.empty_like(x)
         dist.all_to_all_single(values, x)
+        values = values.double()
+    elif collective == "sendrecv":  # the tensor of the rank before
+        values = torch.empty_like(x)
+        send_around(of_torch(dist.group.WORLD), x, values)
         values = values.double()
     else:
         values = x.clone()

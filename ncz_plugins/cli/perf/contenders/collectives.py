@@ -20,14 +20,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_COLLECTIVES = ("all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast", "all_to_all_single")
+_COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter_single",
+    "all_gather_single",
+    "broadcast",
+    "all_to_all_single",
+    "batch_isend_irecv",
+)
 
 
 class Call(Exchange):
     """Exchange by one call with the signature of torch.distributed.
 
     Args:
-        calls: object with all_reduce, reduce_scatter_single, all_gather_single, broadcast and all_to_all_single.
+        calls: what `of_torch` returns, or an object with the same functions and `group`.
         dtype: dtype that the tensor is cast to before the call, and its result from; None for no cast.
     """
 
@@ -41,6 +48,7 @@ class Call(Exchange):
             "all_gather": self._all_gather,
             "broadcast": self._broadcast,
             "all_to_all": self._all_to_all,
+            "sendrecv": self._sendrecv,
         }[context.collective]
 
     def load(self, tensor: Tensor) -> None:
@@ -76,6 +84,11 @@ class Call(Exchange):
     def _all_to_all(self, tensor: Tensor) -> Tensor:
         arrived = self._buffer("arrived", tensor.numel(), tensor)
         self._calls.all_to_all_single(arrived, self._cast("whole", tensor))
+        return arrived
+
+    def _sendrecv(self, tensor: Tensor) -> Tensor:
+        arrived = self._buffer("arrived", tensor.numel(), tensor)
+        send_around(self._calls, self._cast("whole", tensor), arrived)
         return arrived
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
@@ -140,12 +153,27 @@ def of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
         all_gather_single=partial(all_gather_single, group=group),
         broadcast=partial(dist.broadcast, group=group),
         all_to_all_single=partial(dist.all_to_all_single, group=group),
+        batch_isend_irecv=dist.batch_isend_irecv,
+        group=group,
     )
+
+
+def send_around(calls, sent: Tensor, arrived: Tensor) -> None:
+    """Send a tensor to the next rank and receive one from the rank before, as sendrecv of nccl-tests."""
+    group, ranks = calls.group, dist.get_process_group_ranks(calls.group)
+    rank = group.rank()
+    operations = [
+        dist.P2POp(dist.isend, sent, ranks[(rank + 1) % len(ranks)], group),
+        dist.P2POp(dist.irecv, arrived, ranks[rank - 1], group),
+    ]
+    for work in calls.batch_isend_irecv(operations):
+        work.wait()
 
 
 def _with_role(communicator: Communicator, role: str | None) -> SimpleNamespace:
     """The collectives of a communicator, for tensors of a role."""
-    return SimpleNamespace(**{name: partial(getattr(communicator, name), role=role) for name in _COLLECTIVES})
+    calls = {name: partial(getattr(communicator, name), role=role) for name in _COLLECTIVES}
+    return SimpleNamespace(**calls, group=communicator.group)
 
 
 def _torch(context: Context, dtype: torch.dtype | None = None) -> Call:

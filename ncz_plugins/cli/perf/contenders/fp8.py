@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .collectives import of_torch
+from .collectives import of_torch, send_around
 from .exchange import ALL, SUMS, Contender, Context, Exchange
 
 _BLOCK = 128  # values that share a scale
@@ -31,6 +31,7 @@ class Fp8(Exchange):
             "all_gather": self._all_gather,
             "broadcast": self._broadcast,
             "all_to_all": self._all_to_all,
+            "sendrecv": self._sendrecv,
         }[context.collective]
 
     def run(self) -> Tensor:
@@ -52,6 +53,12 @@ class Fp8(Exchange):
         arrived = self.context.buffer("fp8 arrived", sent.numel(), tensor, torch.uint8)
         self._calls.all_to_all_single(arrived, sent.view(-1))
         return self._decoded(arrived, self.context.world_size, tensor)
+
+    def _sendrecv(self, tensor: Tensor) -> Tensor:
+        sent = self._encoded(tensor, 1)
+        arrived = self.context.buffer("fp8 arrived", sent.numel(), tensor, torch.uint8)
+        send_around(self._calls, sent.view(-1), arrived)
+        return self._decoded(arrived, 1, tensor)
 
     def _encoded(self, tensor: Tensor, parts: int) -> Tensor:
         """Codes and scales of each part: uint8, [parts, bytes]."""

@@ -15,8 +15,9 @@ from ncz_plugins.core.config import QuantizerConfig
 @given(st.sampled_from(COLLECTIVES), st.integers(8, 1 << 30), st.integers(1, 9))
 def test_elements_fill_the_size_as_far_as_parts_are_alike(collective, size, ranks):
     whole, count = elements(collective, size, ranks)
-    assert whole % ranks == 0 or collective in ("all_reduce", "broadcast")
-    assert count == (whole if collective in ("all_reduce", "broadcast") else whole // ranks)
+    has_no_parts = collective in ("all_reduce", "broadcast", "sendrecv")
+    assert whole % ranks == 0 or has_no_parts
+    assert count == (whole if has_no_parts else whole // ranks)
     assert count >= 1
     if size >= 4 * ranks:
         assert size - 4 * ranks < 4 * whole <= size
@@ -25,7 +26,14 @@ def test_elements_fill_the_size_as_far_as_parts_are_alike(collective, size, rank
 # Of nccl-tests' doc/PERFORMANCE.md: 1 GB in 0.5 s among 4 ranks.
 @pytest.mark.parametrize(
     "collective, busbw",
-    [("all_reduce", 3.0), ("reduce_scatter", 1.5), ("all_gather", 1.5), ("broadcast", 2.0), ("all_to_all", 1.5)],
+    [
+        ("all_reduce", 3.0),
+        ("reduce_scatter", 1.5),
+        ("all_gather", 1.5),
+        ("broadcast", 2.0),
+        ("all_to_all", 1.5),
+        ("sendrecv", 2.0),
+    ],
 )
 def test_bandwidths_are_those_of_nccl_tests(collective, busbw):
     assert bandwidths(collective, 10**9, 4, 0.5) == pytest.approx((2.0, busbw))
