@@ -1,5 +1,6 @@
 """send, recv, isend, irecv and batches of them, on real ranks."""
 
+import copy
 import gc
 import os
 import signal
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from on_rank import attempt, leave, leave_alone, rank, values, world_size
 from scenarios import ranks, report, run_ranks
 
-from ncz_plugins import Communicator, MismatchError, NczError, PeerError, UnsupportedError
+from ncz_plugins import Communicator, MismatchError, NczError, PeerError, Training, UnsupportedError
 
 BOUND = 0.01
 ABS = {"mode": "abs", "value": BOUND}
@@ -319,6 +320,21 @@ def test_policies_know_a_message_by_its_name(group):
     with opened(group, policies=policies) as communicator:
         assert torch.equal(around(communicator, values(rank, PRIME), name="a.norm"), values(BEFORE, PRIME))
         assert communicator.stats.total.bypasses == {"policy": 2}
+
+
+@ranks(2)
+def test_a_resumed_run_draws_the_random_numbers_of_one_that_was_not_stopped(group):
+    quantizer = {"kind": "stochastic", "mode": "abs", "value": 1.0, "block": 0}
+    with opened(group, quantizer=quantizer) as communicator:
+        first, second = (around(communicator, values(rank, PRIME)) for _ in range(2))
+        assert not torch.equal(first, second)
+    with opened(group, quantizer=quantizer) as communicator:
+        around(communicator, values(rank, PRIME))
+        state = copy.deepcopy(communicator.training.state_dict())
+    training = Training({"quantizer": quantizer, "transport": {"min_bytes": 0}})
+    training.load_state_dict(state)
+    with Communicator(None, group, training) as communicator:
+        assert torch.equal(around(communicator, values(rank, PRIME)), second)
 
 
 # ------------------------------------------------------------------ ranks that differ
