@@ -159,13 +159,20 @@ class Call:
         """What two calls must have in common for ranks to describe both alike, but for their numbers and settings."""
         op = None if self.op is None else place_of(self.op, OPS)
         # Ranks that exchange pieces decide by the pieces of all ranks, once they know them.
-        elements = self.larger.numel() if self.pieces is None else self.pieces.row
+        elements = self.larger.numel() if self.has_equal_sizes else self.pieces.row
         tensors = self.input.dtype, self.output.dtype, elements
         return self.collective, self.role, op, tensors, self.root, self.scale, self.together
 
     @property
+    def has_equal_sizes(self) -> bool:
+        """Whether all ranks know how much travels before they ask each other."""
+        return self.pieces is None or self.collective == "send_recv"
+
+    @property
     def larger(self) -> Tensor:
         """The tensor that holds what all ranks contribute or get."""
+        if self.collective == "send_recv":  # the input of one rank, and the output of the other
+            return self.input if self.input.numel() else self.output
         return self.output if self.collective == "all_gather_single" else self.input
 
     @property

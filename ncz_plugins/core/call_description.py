@@ -45,7 +45,7 @@ def signature_described(call: Call) -> dict[str, int]:
         "call number": 0,
         "collective": COLLECTIVES.index(call.collective),
         "dtype": place_of(call.input.dtype, DTYPES),
-        "elements": call.larger.numel() if call.pieces is None else 0,
+        "elements": call.larger.numel() if call.has_equal_sizes else 0,
         "elements of a row": 0 if call.pieces is None else call.pieces.row,
         "reduce op": 0 if call.op is None else 1 + place_of(call.op, OPS),
         "scale": 0 if call.scale == 1 else zlib.crc32(repr(float(call.scale)).encode()),
@@ -147,11 +147,12 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
         refused = ranks[differing["refusal"].highest_rank]
         raise MismatchError(f"{collective}: rank {refused} refused its call; the error that it raised says why")
     if differing:
-        found = "; ".join(_in_words(name, ends, ranks) for name, ends in differing.items())
+        in_words = _in_words if collective != "send_recv" else _of_message_in_words
+        found = "; ".join(in_words(name, ends, ranks) for name, ends in differing.items())
         steps = ", and end the same steps (end_step)" if "training step" in differing else ""
         ways = "Every rank must make the same calls in the same order"
         if collective == "send_recv":
-            ways = "Messages from one rank to another arrive in the order in which they were sent: receive them in it"
+            ways = "Messages from one rank to another arrive in the order in which they were sent"
         raise MismatchError(f"{collective}: {found}. {ways}{steps}")
 
 
@@ -178,16 +179,14 @@ def require_same_pieces(collective: str, described: Tensor, ranks: Sequence[int]
     differing = (sent != expected).nonzero().tolist()
     if not differing:
         return
-    unit, remedy = "rows", ". input_split_sizes of one rank and output_split_sizes of the others must agree"
-    if collective == "send_recv":
-        unit, remedy = "elements", ": both tensors must have the same size"
     found = "; ".join(
-        f"rank {ranks[source]} sends {sent[source, to]} {unit} to rank {ranks[to]}, "
-        f"which expects {expected[source, to]}"
+        f"rank {ranks[source]} sends {sent[source, to]} rows to rank {ranks[to]}, which expects {expected[source, to]}"
         for source, to in differing[:_MOST_PIECES_NAMED]
     )
     more = f"; and {len(differing) - _MOST_PIECES_NAMED} more" if len(differing) > _MOST_PIECES_NAMED else ""
-    raise MismatchError(f"{collective}: {found}{more}{remedy}")
+    raise MismatchError(
+        f"{collective}: {found}{more}. input_split_sizes of one rank and output_split_sizes of the others must agree"
+    )
 
 
 @lru_cache
@@ -216,6 +215,14 @@ def _in_words(name: str, ends: Extremes, ranks: Sequence[int]) -> str:
         return f"{name} differs between rank {low} and rank {high}"
     words = _WORDS.get(name, str)
     return f"{name} {words(ends.highest)} on rank {high}, {words(ends.lowest)} on rank {low}"
+
+
+def _of_message_in_words(name: str, ends: Extremes, ranks: Sequence[int]) -> str:
+    """The same of a message from the first of two ranks to the second."""
+    if name != "elements":
+        return _in_words(name, ends, ranks)
+    sent, expected = (ends.lowest, ends.highest) if ends.lowest_rank == 0 else (ends.highest, ends.lowest)
+    return f"rank {ranks[0]} sends {sent} elements to rank {ranks[1]}, which expects {expected}"
 
 
 def _named(values: Sequence, number: int) -> str:

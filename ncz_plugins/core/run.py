@@ -144,7 +144,7 @@ def _decision(group: Group, call: Call) -> _Decision:
     if bypass:
         require_plain(call)
     else:  # ranks that exchange pieces know of the largest later
-        nbytes = call.larger.nbytes if call.pieces is None else math.inf
+        nbytes = call.larger.nbytes if call.has_equal_sizes else math.inf
         bypass = by_size(nbytes, config, group.on_gpu, group.world_size)
     if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
@@ -282,14 +282,21 @@ def queue(group: Group, call: Call, backend: Backend, transport: CollectiveTrans
 # ------------------------------------------------------------------ 2. compare and agree
 
 
-def require_same_call(collective: str, numbers: Mapping[str, int], transport: Transport, ranks: Sequence[int]) -> None:
+def require_same_call(
+    collective: str,
+    numbers: Mapping[str, int],
+    transport: Transport,
+    ranks: Sequence[int],
+    counters: Counters | None = None,
+) -> None:
     """Wait for what the other ranks are about to do. Raises MismatchError on every rank unless all do the same.
 
     Args:
         numbers: what this rank is about to do, see call_description.py.
+        counters: receive the bytes sent and the seconds waited.
     """
     comparison = RankComparison(numbers, transport.rank, transport.world_size)
-    transport.start_comparison(comparison, Counters()).wait()
+    transport.start_comparison(comparison, counters or Counters()).wait()
     require_same(collective, comparison, ranks)
 
 
@@ -365,10 +372,13 @@ def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int]) -> Tens
 
 def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
     """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
-    # The rank that sends most decides for all.
-    most = int(_rows_of_all(call, transport, ranks).sum(1).max()) * call.pieces.row * call.input.itemsize
-    if bypass := by_size(most, call.config, device.in_batches, transport.world_size):
-        return bypass
+    # Where sizes differ, the rank that sends most decides for all.
+    if call.has_equal_sizes:
+        require_same_call(call.collective, call.described, transport, ranks, call.counters)
+    else:
+        most = int(_rows_of_all(call, transport, ranks).sum(1).max()) * call.pieces.row * call.input.itemsize
+        if bypass := by_size(most, call.config, device.in_batches, transport.world_size):
+            return bypass
     if call.config.quantizer.bits is not None:
         return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
     made = call.plan
@@ -529,7 +539,8 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
     """
     with call.pieces_in_place():
         small = transport.small
-        if small is not None and small.serve(call.collective, call.input, call.op):
+        decisive = call.input if call.pieces is None else call.larger
+        if small is not None and small.serve(call.collective, decisive, call.op):
             # What is compared travels in the same messages as the values.
             comparison = RankComparison(call.described, transport.rank, transport.world_size)
             given = (call.collective, call.input, call.output, call.op, call.root)
@@ -538,7 +549,7 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             count_plain(group, call)  # while the values travel
             under_way.wait()
         else:
-            if call.pieces is None:
+            if call.has_equal_sizes:
                 require_same_call(call.collective, call.described, transport, group.ranks)
             else:  # gloo would end the process of a rank that gets more than it expects
                 _rows_of_all(call, transport, group.ranks)

@@ -31,7 +31,7 @@ from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
 if TYPE_CHECKING:
-    from .small import SmallCollectives
+    from .small import SmallCollectives, SmallMessages
 
 _FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 _DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
@@ -241,7 +241,7 @@ class Transport(FrameTransport):
     trip_seconds: float = 0.0
     carried_gbps: float = 0.0
     plain: PlainCollectives
-    small: SmallCollectives | None = None
+    small: SmallCollectives | SmallMessages | None = None
 
     @property
     def is_far(self) -> bool:

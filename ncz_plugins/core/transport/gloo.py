@@ -23,7 +23,7 @@ from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
-from .small import SmallCollectives
+from .small import SmallCollectives, SmallMessages
 from .subset import SubsetCollectives
 
 # Bytes of the receives that are posted ahead for each peer. A frame leaves once a receive is posted for it, and a rank
@@ -46,6 +46,7 @@ class GlooTransport(Transport):
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         if connections.has_no_groups:
             self.plain = SubsetCollectives(Messages(connections), range(self.world_size), self.rank)
+            self.small = SmallMessages(connections)
         else:
             self.plain = TorchCollectives(lambda: connections.group, connections.track)
             self.small = SmallCollectives(connections)

@@ -176,6 +176,39 @@ class SmallCollectives:
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _MAX_ONE_ROUND_BYTES
 
 
+class SmallMessages:
+    """Messages from one rank to another, made for latency. Methods are those of SmallCollectives."""
+
+    def __init__(self, connections: Connections):
+        self._connections = connections
+
+    def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
+        return input.nbytes <= MAX_BYTES_WITH_COMPARISON
+
+    def start(
+        self,
+        collective: str,
+        input: Tensor,
+        output: Tensor,
+        op: dist.ReduceOp | None,
+        root: int,
+        comparison: RankComparison,
+        check: Callable[[], None],
+    ) -> Work:
+        return GeneratorWork(self._send(_memory(input), _memory(output), comparison, check))
+
+    def _send(
+        self, own: memoryview, out: memoryview, comparison: RankComparison, check: Callable[[], None]
+    ) -> Iterator[None]:
+        # One of both is empty. Values are received straight into the output.
+        exchange = self._connections.mesh.tell([own] * 2, comparison)
+        exchange.receive(0, MAX_BYTES_WITH_COMPARISON, [out] * 2)
+        yield
+        received = exchange.wait()
+        check()
+        require_received(received)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """`tensor` in one dimension, detached: like gloo's collectives, ours write to parameters."""
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
