@@ -23,6 +23,7 @@ from ncz_plugins import Communicator, Config, Training
 from ncz_plugins.torch import ddp, functional
 
 LARGEST_FP8 = 448.0
+CASTS = {"none": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def parse_arguments():
@@ -51,23 +52,21 @@ class Cast(torch.autograd.Function):
 
 def exchanged(rows: Tensor, received: list[int], sent: list[int], dtype: torch.dtype | None) -> Tensor:
     """The rows that come from each rank, [sum(received), width]."""
-    scales = None
+    scales = 1.0
     if dtype == torch.float8_e4m3fn:  # the largest magnitude of a token becomes the largest code
-        scales = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / LARGEST_FP8
-        rows, its = rows / scales, torch.empty(sum(received), 1)
-        dist.all_to_all_single(its, scales, received, sent)
-        scales = its
+        own_scales = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / LARGEST_FP8
+        rows, scales = rows / own_scales, torch.empty(sum(received), 1)
+        dist.all_to_all_single(scales, own_scales, received, sent)
     cast = rows if dtype is None else rows.to(dtype)
     come = cast.new_empty(sum(received), rows.shape[1])
     dist.all_to_all_single(come.view(torch.uint8), cast.view(torch.uint8), received, sent)
-    return come.float() if scales is None else come.float() * scales
+    return come.float() * scales
 
 
 def exchange_of(compression: str, training: Training | None) -> tuple[Exchange, Communicator | None]:
     """How rows go to experts and back, and the communicator that does it if they are compressed."""
-    casts = {"none": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-    if compression in casts:
-        return partial(apply_cast, casts[compression]), None
+    if compression in CASTS:
+        return partial(apply_cast, CASTS[compression]), None
     communicator = Communicator(training=training)
     return partial(functional.all_to_all_single, communicator=communicator), communicator
 
@@ -89,9 +88,8 @@ def clip(wrapped: DistributedDataParallel) -> None:
 def main():
     dist.init_process_group("gloo")
     arguments = parse_arguments()
-    casts = arguments.compression in ("none", "bf16", "fp8")
     training = None
-    if not casts:
+    if arguments.compression not in CASTS:
         config = Config.load(arguments.compression)
         training = Training(config.model_copy(update={"roles": ("gradient", "activation")}))
     exchange, communicator = exchange_of(arguments.compression, training)
@@ -107,7 +105,7 @@ def main():
             parameter.register_hook(lambda gradient: gradient / dist.get_world_size())
     wrapped = DistributedDataParallel(model)
     compression = None
-    if not casts:
+    if training is not None:
         compression = ddp.compress(wrapped, training=training)
     elif arguments.compression != "none":
         wrapped.register_comm_hook(None, bf16)
