@@ -14,7 +14,7 @@ from .codec.layout import Layout, Window
 from .config import Config
 from .group import Group
 from .schedules import direct, fixed_rate, ring
-from .schedules.exchange import exchange
+from .schedules.exchange import exchange, exchange_at_once
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.policy import named
@@ -90,7 +90,9 @@ def _exchange(group: Group, call: Call) -> Plan:
     sent, received = (
         Layout.of(lengths, *cut) for lengths in (call.pieces.elements_sent(), call.pieces.elements_received())
     )
-    schedule = exchange if call.config.quantizer.bits is None else fixed_rate.exchange
+    schedule = exchange_at_once if group.on_gpu else exchange
+    if call.config.quantizer.bits is not None:
+        schedule = fixed_rate.exchange
     return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received)
 
 

@@ -17,15 +17,8 @@ from ..runtime.trace import span
 from ..transport.base import FrameTransport, Transport, peer_errors
 
 
-def exchange(transport: Transport, codec: PiecesCodec | GpuPiecesCodec, counters: Counters) -> None:
-    """Send every rank its piece, and write the pieces of all ranks to the output."""
-    if isinstance(codec, GpuPiecesCodec):
-        _all_at_once(transport, codec, counters)
-    else:
-        _frame_by_frame(transport, codec, counters)
-
-
-def _all_at_once(transport: Transport, codec: GpuPiecesCodec, counters: Counters) -> None:
+def exchange_at_once(transport: Transport, codec: GpuPiecesCodec, counters: Counters) -> None:
+    """Do what `exchange` does, with all frames in one plain exchange of bytes: for GPUs."""
     # How long frames are is exchanged on the GPU, so that the host waits once.
     numbers = codec.encode()
     others = _exchanged(transport, numbers, codec.numbers_to, codec.numbers_from, counters)
@@ -45,7 +38,8 @@ def _exchanged(
     return arrived
 
 
-def _frame_by_frame(transport: FrameTransport, codec: PiecesCodec, counters: Counters) -> None:
+def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) -> None:
+    """Send every rank its piece, and write the pieces of all ranks to the output, frame by frame."""
     n, rank = transport.world_size, transport.rank
     peers = [(rank + i) % n for i in range(1, n)]
     capacity, incoming = codec.frame_capacity, {peer: codec.frames_from(peer) for peer in peers}

@@ -292,13 +292,6 @@ class Transport(FrameTransport):
         """
         return self.start_max(comparison.tensor, counters)
 
-    def has_left(self, rank: int) -> bool:
-        """Whether it is known that another rank has closed its connections. Any thread may ask.
-
-        Raises PeerError if this rank has closed them.
-        """
-        return False
-
     def use_groups(self, count: int) -> int:
         """Send large gathers and exchanges over `count` NCCL groups side by side.
 

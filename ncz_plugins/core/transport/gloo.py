@@ -45,7 +45,7 @@ class GlooTransport(Transport):
         self.world_size = connections.world_size
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         if connections.has_no_groups:
-            self.plain = SubsetCollectives(Messages(connections), range(self.world_size), self.rank)
+            self.plain = SubsetCollectives(_MeshCollectives(connections), range(self.world_size), self.rank)
             self.small = SmallMessages(connections)
         else:
             self.plain = TorchCollectives(lambda: connections.group, connections.track)
@@ -89,6 +89,7 @@ class GlooTransport(Transport):
         return self._connections.start_comparison(comparison, counters, values)
 
     def has_left(self, rank: int) -> bool:
+        """See `Mesh.has_left`. Without a mesh nobody knows."""
         mesh = self._connections.mesh
         return mesh is not None and mesh.has_left(rank)
 
@@ -99,8 +100,8 @@ class GlooTransport(Transport):
         self._connections.close(error)
 
 
-class Messages(PlainCollectives):
-    """Messages between ranks without process groups."""
+class _MeshCollectives(PlainCollectives):
+    """Plain messages between ranks that have a mesh and no process groups."""
 
     def __init__(self, connections: Connections):
         self._connections = connections

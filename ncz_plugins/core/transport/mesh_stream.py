@@ -54,9 +54,8 @@ class MeshStream(FrameStream):
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             self._mesh.finish([message])
         nbytes = message.values.nbytes
-        frame_bytes(
-            message.values, self._mesh.name_of(self.source), nbytes, nbytes
-        )  # raises FrameError if this is not a frame
+        # Raises FrameError if this is not a frame.
+        frame_bytes(message.values, self._mesh.name_of(self.source), nbytes, nbytes)
         record(f"receiving from rank {self.source}", "frame", self._since, message.ended, nbytes)
         self._since = message.ended
         return torch.frombuffer(message.values, dtype=torch.uint8)
