@@ -69,6 +69,7 @@ carry: setup-tools  ## a folder, carry/, for a machine with a GPU, torch and no 
 convergence: setup ## train models plain and compressed, search for quantizers: docs/results/convergence.md (4 hours)
 	@$(BIN)/python benchmarks/convergence/suite.py $(ARGS)
 	@$(BIN)/python benchmarks/convergence/frontier.py $(ARGS)
+	@$(BIN)/python benchmarks/convergence/activations.py $(ARGS)
 
 fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)

@@ -20,6 +20,11 @@ from torch import Tensor
 _POOL = 1 << 21  # random numbers of each kind, of which pieces are taken
 _PIECE = 1 << 20  # elements that lie in the pool as they lie in the tensor
 _CHUNK = 4096
+# What replaces settings of the quantizer for a role, unless a policy for the role has a quantizer of its own.
+_OF_ROLES = {
+    "parameter": {"kind": "lossless"},
+    "activation": {"kind": "error_bound", "mode": "rms", "value": 0.1, "block": 128, "error_feedback": False},
+}
 
 
 # ------------------------------------------------------------------ values
@@ -74,7 +79,8 @@ def treated(call: Call, config: dict, ranks: int, step: int) -> tuple[dict, str 
 
     The reason is what the statistics call it, and holds whatever the values are.
     """
-    quantizer, reason = config["quantizer"], None
+    general, reason = config["quantizer"], None
+    quantizer = general if general["kind"] == "lossless" else general | _OF_ROLES.get(call.role, {})
     elements = call.elements(ranks)
     for policy in config["policies"]:
         patterns = policy.get("name", "*")
@@ -87,7 +93,10 @@ def treated(call: Call, config: dict, ranks: int, step: int) -> tuple[dict, str 
             policy.get("role", call.role) == call.role,
         )
         if all(fits):
-            quantizer = quantizer | policy.get("quantizer", {})
+            changes = policy.get("quantizer", {})
+            is_for_role = call.role not in _OF_ROLES or (changes and policy.get("role") == call.role)
+            if is_for_role or changes.get("kind") == "lossless":
+                quantizer = general | changes
             reason = "policy" if policy.get("action") == "skip" else None
             break
     times = [each["times"] for each in config["steps"]["bounds"] if step >= each["step"]]

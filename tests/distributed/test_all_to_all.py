@@ -120,6 +120,24 @@ def test_a_fixed_rate(group, kind, quantizer):
             assert coded <= total.wire_bytes - 8 * sum(peers) < coded + 2000 * world_size  # and comparisons
 
 
+@ranks(2)
+def test_activations_have_a_bound_of_their_own(group):
+    """Whatever `quantizer` says. A policy for the role replaces it."""
+    table, block = [[400, 700], [900, 0]], 128
+    config = {"quantizer": {"value": 5}, "roles": ["gradient", "activation"], "transport": {"min_bytes": 0}}
+    policy = {"role": "activation", "quantizer": {"kind": "error_bound", "value": 0.01}}
+    for policies, value in (([], 0.1), ([policy], 0.01)):
+        with Communicator({**config, "policies": policies}, group) as communicator:
+            got, exact = exchanged(communicator, table, torch.float32, role="activation")
+            assert communicator.stats.total.compressed_calls == 1
+        lengths = [of_one[rank] * ROW for of_one in table]
+        for source, (piece, its) in enumerate(zip(exact.view(-1).split(lengths), got.view(-1).split(lengths))):
+            if source != rank:
+                blocks = zip(piece.split(block), its.split(block))
+                errors = [((b - a).abs().max() / a.square().mean().sqrt()).item() for a, b in blocks]
+                assert 0.8 * value < max(errors) <= value * 1.001
+
+
 @ranks(2, 3)
 def test_values_that_cannot_be_quantized_arrive_with_every_bit(group):
     def with_nan(source, numel, dtype):

@@ -12,7 +12,7 @@ from ncz_plugins.torch import functional
 BOUND = 0.01
 WIDTH = 33
 CONFIG = {
-    "quantizer": {"mode": "abs", "value": BOUND},
+    "policies": [{"role": "activation", "quantizer": {"mode": "abs", "value": BOUND}}],
     "transport": {"min_bytes": 0},
     "roles": ["gradient", "activation"],
 }

@@ -219,7 +219,8 @@ def test_batches(group):
 def test_a_pipeline_of_three_stages(group):
     """Each stage adds one. Activations go forward and gradients back, one forward and one backward in turns."""
     micro_batches, shape = 8, (4, 257)
-    with opened(group, roles=["activation"]) as communicator:
+    policy = {"role": "activation", "quantizer": ABS}
+    with opened(group, roles=["activation"], policies=[policy]) as communicator:
         handles, outputs = [], []
         backward = 0
         for number in range(micro_batches + world_size - 1 - rank):

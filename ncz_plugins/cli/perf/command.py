@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...core.config import Config
+from ...core.config import Config, Policy, QuantizerOverrides
 from ...core.errors import ConfigError
 from ..output import print_json, require_picture, require_writable, write_file
 from ..settings import config_with, parse_bound
@@ -70,9 +70,13 @@ def run(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> Config:
     """Settings of our contender. Raises ConfigError for these and for files that can't be written."""
-    config = config_with(options.config, {"quantizer": parse_bound(options.bound)})
+    bound = parse_bound(options.bound)
+    config = config_with(options.config, {"quantizer": bound})
     if config.quantizer.kind == "lossless" and options.bound:
         raise ConfigError("--bound has no effect with the quantizer lossless, which keeps every bit")
+    if options.data == "activation" and bound:  # activations have a quantizer of their own
+        policy = Policy(role="activation", quantizer=QuantizerOverrides(**bound))
+        config = config.model_copy(update={"policies": (policy, *config.policies)})
     if options.plot:
         require_picture("--plot", options.plot)
     if options.trace:

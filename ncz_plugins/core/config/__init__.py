@@ -26,7 +26,7 @@ from .fields import (
     format_size,
     size_type,
 )
-from .model import Config, json_schema, settings
+from .model import ROLE_DEFAULTS, Config, json_schema, settings
 from .paths import expanded_path
 from .presets import PRESETS, SHORT_FORM
 from .section import Section
@@ -48,6 +48,7 @@ __all__ = [
     "FRAME_BYTES",
     "MIN_BYTES",
     "PRESETS",
+    "ROLE_DEFAULTS",
     "SHORT_FORM",
     "Allowed",
     "CoderCosts",

@@ -32,10 +32,18 @@ from .sections import (
     GuardConfig,
     Policy,
     QuantizerConfig,
+    QuantizerOverrides,
     StatisticsConfig,
     StepsConfig,
     TransportConfig,
 )
+
+# What replaces settings of `quantizer` for tensors of a role, unless a policy for the role has a quantizer of its own.
+# Later steps don't average out the error of a weight. docs/results/convergence.md says what that of activations costs.
+ROLE_DEFAULTS: dict[str, QuantizerOverrides] = {
+    "parameter": QuantizerOverrides(kind="lossless"),
+    "activation": QuantizerOverrides(kind="error_bound", mode="rms", value=0.1, block=128, error_feedback=False),
+}
 
 
 class Config(Section):
@@ -61,7 +69,8 @@ class Config(Section):
         Allowed(f"a list of {', '.join(get_args(Role))}, or of some of them"),
     ] = Field(
         default=("gradient",),
-        description="What is compressed. Parameters stay exact unless a policy for them has a quantizer.",
+        description="What is compressed. Unless a policy for the role has a quantizer, parameters stay exact, and "
+        f"activations have {ROLE_DEFAULTS['activation'].applied_to(QuantizerConfig()).describe()}.",
     )
     statistics: StatisticsConfig = StatisticsConfig()
 
@@ -94,9 +103,17 @@ class Config(Section):
                 )
         return self
 
+    def quantizer_of(self, role: str | None) -> QuantizerConfig:
+        """Quantizer of tensors of a role where no policy has one for them. Kind lossless is that of all roles."""
+        if role not in ROLE_DEFAULTS or self.quantizer.kind == "lossless":
+            return self.quantizer
+        return ROLE_DEFAULTS[role].applied_to(self.quantizer)
+
     def _quantizers(self) -> Iterator[tuple[str, QuantizerConfig]]:
         """All quantizers that tensors may get, each with the key of its value."""
         yield "quantizer.value", self.quantizer
+        if "activation" in self.roles:
+            yield "activations with a bound of", self.quantizer_of("activation")
         for at, policy in enumerate(self.policies):
             try:
                 yield f"policies[{at}].quantizer.value", policy.quantizer.applied_to(self.quantizer)

@@ -1,8 +1,8 @@
 """Treatment of each part of a tensor: compressed with a certain quantizer, or plain.
 
 A tensor consists of parts, and each part belongs to a named parameter. The first policy that matches a part decides its
-treatment; `steps` changes bounds in the course of a training. Weights (role "parameter") are sent without loss, unless
-a policy for that role has a quantizer of its own.
+treatment; `steps` changes bounds in the course of a training. Weights and activations have defaults of their own, see
+`Config.quantizer_of`, which only a policy for their role replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..bypass import Bypass, by_policy, by_warm_up
-from ..config import Config, Policy, QuantizerConfig, QuantizerOverrides
+from ..config import ROLE_DEFAULTS, Config, Policy, QuantizerConfig, QuantizerOverrides
 
 _MAX_CACHED_PARTS = 100_000  # a limit, as tensors without names may have another size in each call
 _UNKNOWN = -1  # stands for the index of a policy that has not been looked up
@@ -109,14 +109,14 @@ class Policies:
         return found
 
     def _new_treatment(self, at: int | None, role: str | None, times: float) -> Treatment:
-        quantizer, bypass, because, changes = self._config.quantizer, None, "default", False
+        quantizer, bypass, because = self._config.quantizer_of(role), None, "default"
         if at is not None:
             policy = self._config.policies[at]
-            quantizer, because = policy.quantizer.applied_to(quantizer), f"policies[{at}]"
-            bypass = by_policy(policy)
-            changes = policy.role == "parameter" and policy.quantizer != QuantizerOverrides()
-        if role == "parameter" and not changes:  # later steps don't average out the error of a weight
-            quantizer = _lossless(quantizer)
+            bypass, because = by_policy(policy), f"policies[{at}]"
+            # A policy for everything is meant for gradients, unless it keeps every bit.
+            is_for_role = policy.role == role and policy.quantizer != QuantizerOverrides()
+            if is_for_role or role not in ROLE_DEFAULTS or policy.quantizer.kind == "lossless":
+                quantizer = policy.quantizer.applied_to(self._config.quantizer)
         return Treatment(quantizer.times(times), bypass, because)
 
 

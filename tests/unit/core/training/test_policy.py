@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
+from ncz_plugins.core.errors import ConfigError
 from ncz_plugins.core.training import policy
 from ncz_plugins.core.training.policy import ParameterSlice, Policies, named
 
+ROLES = ["gradient", "parameter", "activation"]
 CONFIG = Config(
     policies=[
         {"name": ["*.bias", "norm?.*"], "action": "skip"},
@@ -63,6 +65,48 @@ def test_a_policy_changes_what_it_names_and_nothing_else():
     assert treatment("head.bias").bypass is Bypass.POLICY
     assert treatment("head.weight").bypass is None
     assert treatment(numel=1000, role="parameter").quantizer.mode == "rel"
+
+
+@pytest.mark.parametrize(
+    "quantizer", [{}, {"mode": "abs", "value": 0.001}, {"mode": "bits", "value": 4}, {"error_feedback": True}]
+)
+def test_weights_and_activations_have_quantizers_of_their_own(quantizer):
+    config = Config(quantizer=quantizer, policies=[{"min_elements": 6000, "quantizer": {"value": 5}}], roles=ROLES)
+    default = config.quantizer_of("activation")
+    assert default == Config().quantizer_of("activation")
+    for numel in (5000, 6000):  # a policy for everything changes gradients alone
+        assert treatment(numel=numel, role="activation", config=config, step=0).quantizer == default
+        assert treatment(numel=numel, role="parameter", config=config, step=0).quantizer.kind == "lossless"
+        assert treatment(numel=numel, config=config, step=0).quantizer == config.quantizer.changed(
+            **({"value": 5} if numel == 6000 else {})
+        )
+
+
+def test_a_policy_for_activations_replaces_their_quantizer():
+    policies = [{"role": "activation", "name": "router.*", "quantizer": {"mode": "rel", "value": 0.01}}]
+    policies += [{"name": "exact.*", "quantizer": {"kind": "lossless"}}, {"role": "activation", "action": "skip"}]
+    config = Config(quantizer={"seed": 7}, policies=policies)
+    assert treatment("router.1", role="activation", config=config).quantizer == config.quantizer.changed(
+        mode="rel", value=0.01
+    )
+    assert treatment("exact.1", role="activation", config=config).quantizer.kind == "lossless"
+    assert treatment("other", role="activation", config=config).bypass is Bypass.POLICY
+
+
+def test_nothing_is_lost_where_no_role_may_lose():
+    config = Config(quantizer={"kind": "lossless"}, roles=ROLES)
+    assert treatment(role="activation", config=config).quantizer == config.quantizer
+
+
+def test_bounds_of_activations_change_over_the_steps():
+    steps = {"bounds": [{"step": 0, "times": 0.5}]}
+    found = treatment(role="activation", config=Config(steps=steps), tightening=0.5)
+    assert found.quantizer.value == Config().quantizer_of("activation").value / 4
+    steps = {"bounds": [{"step": 0, "times": 1000}]}
+    quantizer = {"mode": "rel", "value": 1e-4}
+    with pytest.raises(ConfigError, match=r"bounds\[0\].times: 1000 is too much for activations"):
+        Config(quantizer=quantizer, steps=steps, roles=ROLES)
+    Config(quantizer=quantizer, steps=steps)  # without them it is not
 
 
 def test_the_size_is_that_of_the_whole_parameter():
