@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,10 @@ SMALL = "transport: {min_bytes: 0}\n"
 WITH_FEEDBACK = SMALL + "quantizer: {kind: stochastic, error_feedback: true}\n"
 REPLICAS, SHARDS = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
 TENSOR_PARALLEL = "--parallelism.tensor_parallel_degree"
+EXPERTS = SHARDS, "2", "--parallelism.expert_parallel_degree", "2", "--training.disable_cuda_graphs"
+WITH_ACTIVATIONS = SMALL + "roles: [gradient, activation]\n"
+LLAMA = "--module", "train_torchtitan", "--config", "llama3_debugmodel", "--validator.no-enable"
+DEEPSEEK = "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"
 HOW = {
     "launcher": "torch",
     "seconds": 250,
@@ -41,15 +46,18 @@ HOW = {
 # ------------------------------------------------------------------ on each rank
 
 
-def config_of(folder: str, *options: str):
-    """The configuration of torchtitan's small Llama, with two layers, after torchtitan has read its command line."""
+def config_of(folder: str, *options: str, model: Sequence[str] = LLAMA):
+    """The configuration of a small model, with two layers, after torchtitan has read its command line.
+
+    Args:
+        model: the options that choose it.
+    """
     use_cpu()
     sys.path.insert(0, str(ROOT / "examples"))
     from torchtitan.config import ConfigManager
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    command = ["--module", "train_torchtitan", "--config", "llama3_debugmodel", "--validator.no-enable"]
-    command += ["--hf_assets_path", f"{folder}/tokenizer", "--dataloader.dataset_path", f"{folder}/data"]
+    command = [*model, "--hf_assets_path", f"{folder}/tokenizer", "--dataloader.dataset_path", f"{folder}/data"]
     command += ["--dump_folder", f"{folder}/out", "--debug.seed", "1", "--training.steps", str(STEPS)]
     command += ["--training.seq_len", "64", "--training.local_batch_size", "4"]
     config = ConfigManager().parse_args([*command, *options])
@@ -78,9 +86,9 @@ def use_cpu() -> None:
     )
 
 
-def trained(folder: str, *options: str) -> dict:
+def trained(folder: str, *options: str, **model) -> dict:
     """Train, and return what this rank has seen."""
-    trainer = config_of(folder, *options).build()
+    trainer = config_of(folder, *options, **model).build()
     if dist.get_backend() == "gloo":  # which lacks PREMUL_SUM, by which torchtitan lets FSDP reduce
         for module in trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
@@ -106,7 +114,8 @@ def weights_of(model: nn.Module) -> str:
 
 def counted(trainer) -> dict:
     """What this rank has counted, by part of its model, and by mesh dimension with the backend ncz."""
-    found = {f"part {at}": compression.stats for at, compression in enumerate(trainer.compressions)}
+    compressions = getattr(trainer, "compressions", [])  # which torchtitan's own trainer lacks
+    found = {f"part {at}": compression.stats for at, compression in enumerate(compressions)}
     meshes = trainer.parallel_dims.get_all_one_dimensional_meshes()
     if "tp" in meshes:
         meshes["tp"] = trainer.parallel_dims.get_dense_tp_mesh()  # torchtitan has several meshes of the same ranks
@@ -120,6 +129,9 @@ def counted(trainer) -> dict:
             "ratio": stats.total.ratio,
             "steps": len(stats.steps),
             "bypasses": stats.total.bypasses,
+            "activations": [
+                each.get("activation", 0) for each in (stats.total.plain_bytes_by_role, stats.total.wire_bytes_by_role)
+            ],
         }
         for name, stats in found.items()
     }
@@ -128,6 +140,12 @@ def counted(trainer) -> dict:
 def trained_by_backend(folder: str, *options: str) -> dict:
     dist.Backend.default_device_backend_map["cpu"] = "ncz"
     return trained(folder, *options)
+
+
+def trained_experts(backend: str, folder: str, *options: str) -> dict:
+    """Train torchtitan's small DeepSeek-V3, one layer of experts among its two."""
+    dist.Backend.default_device_backend_map["cpu"] = backend
+    return trained(folder, *EXPERTS, *options, model=DEEPSEEK)
 
 
 # ------------------------------------------------------------------ trainings
@@ -197,6 +215,23 @@ def test_tensor_parallelism_by_either_door(inputs):
         assert activations["compressed"] == 0 and activations["bypasses"]["role not enabled"] > STEPS
 
 
+def test_tokens_of_experts_are_compressed_where_roles_list_activations(inputs):
+    def seen(backend: str, settings: str, *options: str) -> list[dict]:
+        how = HOW | {"environment": HOW["environment"] | {"NCZ_CONFIG": f"{inputs}/{settings}.yaml"}}
+        folder = inputs / f"{backend}-{settings}"
+        folder.mkdir()
+        return on_ranks(2, trained_experts, folder, backend, str(inputs), *options, **how)
+
+    functional = "--parallelism.spmd_backend", "partial_dtensor"  # gloo has no all_to_all of uneven lists
+    expected = seen("gloo", "small", *functional)[0]["losses"]
+    assert len(expected) == STEPS and expected[-1] < expected[0] - 0.5
+    for settings in ("small", "activations"):
+        for each in seen("ncz", settings, *functional):
+            assert each["losses"] == pytest.approx(expected, rel=0.01) and each["losses"] != expected
+            plain_bytes, sent = each["counted"]["ep"]["activations"]
+            assert (0 < sent < plain_bytes / 2) if settings == "activations" else sent == 0
+
+
 # ------------------------------------------------------------------ what trainings read
 
 
@@ -218,5 +253,6 @@ def inputs(tmp_path_factory) -> Path:
     texts = [" ".join(chosen.choices(words, k=40)) for _ in range(100)]
     (folders[1] / "train.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     (folder / "small.yaml").write_text(SMALL)
+    (folder / "activations.yaml").write_text(WITH_ACTIVATIONS)
     (folder / "feedback.yaml").write_text(WITH_FEEDBACK)
     return folder
