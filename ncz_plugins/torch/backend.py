@@ -24,7 +24,7 @@ from ..core.errors import UnsupportedError
 from . import private
 from .backend_calls import ENVIRONMENT, BackendCalls
 from .roles import role
-from .work import WorkOfSeveral
+from .work import HandleWork, WorkOfSeveral
 
 __all__ = ["ENVIRONMENT", "NAME", "CompressedBackend", "of_group", "register", "role"]
 
@@ -50,6 +50,7 @@ if private.PythonBackend is None:
 
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
             dist.ProcessGroup.__init__(self, rank, size)
+            self._is_alone = False  # until it is sure that no other backend serves some devices
             self._open(store, rank, size, timeout)
             # Torch asks the group itself for the backend of a device, and calls methods that are not overridden here.
             types = dist.ProcessGroup.BackendType
@@ -65,8 +66,9 @@ if private.PythonBackend is None:
             return self.group_desc
 
         def _connected(self):
-            if self.communicator is None:
+            if not self._is_alone:
                 _require_alone(dist.get_backend_config(self))
+                self._is_alone = True
             return super()._connected()
 
 else:
@@ -177,22 +179,17 @@ else:
                 works.append(self._plain._end_coalescing(torch.device("cuda")))
             return WorkOfSeveral(works)
 
-        def send(self, tensors, rank: int, tag: int) -> dist.Work:
-            self._coalesce_on_gpu(tensors)
-            return super().send(tensors, rank, tag)
-
-        def recv(self, tensors, rank: int, tag: int) -> dist.Work:
-            self._coalesce_on_gpu(tensors)
-            return super().recv(tensors, rank, tag)
-
-        def _coalesce_on_gpu(self, tensors) -> None:
-            """Let NCCL begin to coalesce with the first send or receive: what is compressed must not wait for it."""
-            if self._coalesced is not None and tensors[0].is_cuda and not self._is_nccl_coalescing:
-                self._plain._start_coalescing(torch.device("cuda"))
-                self._is_nccl_coalescing = True
+        def _forwarded(self, name: str, *args, **kwargs) -> dist.Work:
+            # NCCL begins to coalesce with the first plain send or receive: what is compressed must not wait for it.
+            if name in ("send", "recv") and self._coalesced is not None and args[0][0].is_cuda:
+                if not self._is_nccl_coalescing:
+                    self._plain._start_coalescing(torch.device("cuda"))
+                    self._is_nccl_coalescing = True
+            return super()._forwarded(name, *args, **kwargs)
 
         def _begun(self, work: dist.Work) -> dist.Work:
-            if self._coalesced is not None and work is not None and not self._is_nccl_coalescing:
+            is_of_nccl = self._is_nccl_coalescing and not isinstance(work, HandleWork)
+            if self._coalesced is not None and work is not None and not is_of_nccl:
                 self._coalesced.append(work)
             return work
 

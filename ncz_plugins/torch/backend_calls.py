@@ -20,7 +20,7 @@ from ..core.bypass import by_dtype, by_op
 from ..core.call import plain_wire_bytes
 from ..core.communicator import Communicator
 from ..core.config import Config
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.reasons import Bypass
 from ..core.runtime.handle import Handle, Handles
 from ..core.runtime.statistics import Counters, Statistics
@@ -40,7 +40,8 @@ class BackendCalls:
     A class that inherits them calls `_open` once it is initialized.
 
     Attributes:
-        communicator: for compressed calls. None before the first one, in which all ranks connect.
+        communicator: for compressed calls. None before the first one, in which all ranks connect. With "activation" in
+            `roles` they connect at once.
         training: what the calls have counted, and the settings.
     """
 
@@ -63,6 +64,9 @@ class BackendCalls:
             nccl_store = dist.PrefixStore("nccl", store)
             nccl = dist.ProcessGroupNCCL(nccl_store, rank, size, private.nccl_options(timeout))
             private.register_backend(self._plain, "cuda", types.NCCL, nccl)
+        if self._exchanges:
+            # A message has two ranks, and must not wait in its first call for others, which may wait for a plain one.
+            BackendCalls._connected(self)
 
     @property
     def stats(self) -> Statistics:
@@ -124,7 +128,7 @@ class BackendCalls:
         reason = by_op(op) or _by_tensors(inputs) or reason
         if reason is not None:
             self._count("reduce_scatter_single" if "scatter" in method else "all_reduce", inputs, reason)
-            return self._begun(getattr(self._plain, method)(*arguments, opts))
+            return self._forwarded(method, *arguments, opts)
 
         # Of the others the communicator compresses those whose role the settings list, and sees whether ranks differ.
         role = self._role_of(inputs)
@@ -137,9 +141,12 @@ class BackendCalls:
 
         Ranks that compare no exchange wait for nobody, so that programs which don't ask for this lose no time by it.
         """
-        if "activation" not in self.training.config.roles:
-            return Bypass.ROLE
-        return by_dtype(*[tensor.dtype for tensor in tensors])
+        return by_dtype(*[tensor.dtype for tensor in tensors]) if self._exchanges else Bypass.ROLE
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether activations are compressed, which ranks exchange."""
+        return "activation" in self.training.config.roles
 
     def _role_of_exchanged(self, tensors: Sequence[Tensor]) -> str:
         """The role of what ranks exchange: activations, unless something says otherwise. See roles.py."""
@@ -214,6 +221,10 @@ class BackendCalls:
         """Take note of a work that has begun. Returns the work."""
         return work
 
+    def _forwarded(self, name: str, *args, **kwargs) -> dist.Work:
+        """Make a call of the plain process group."""
+        return self._begun(getattr(self._plain, name)(*args, **kwargs))
+
     def _connected(self) -> Communicator:
         """The communicator. The first call connects all ranks."""
         if self.communicator is None:
@@ -256,9 +267,27 @@ def _all_to_all_single(communicator: Communicator, role: str, output, input, rec
     return communicator.all_to_all_single(output, input, received or None, sent or None, async_op=True, role=role)
 
 
+def _send(communicator: Communicator, role: str, tensors, rank: int, tag: int) -> Handle:
+    return communicator.isend(tensors[0], rank, tag, role=role)
+
+
+def _recv(communicator: Communicator, role: str, tensors, rank: int, tag: int) -> Handle:
+    return communicator.irecv(tensors[0], rank, tag, role=role)
+
+
+def _recv_from_any(communicator: Communicator, role: str, tensors, tag: int) -> Handle:
+    raise UnsupportedError(
+        "recv: src must be given, got None: as roles lists activation, the backend ncz compresses messages, each "
+        "between two ranks. Pass src, or take activation out of roles"
+    )
+
+
 # Those of them that a communicator can make, which then compresses the roles that the settings list.
 _EXCHANGES: dict[str, Callable[..., Handle]] = {
     **dict.fromkeys(("all_to_all_single", "alltoall_base"), _all_to_all_single),
+    "send": _send,
+    "recv": _recv,
+    "recv_anysource": _recv_from_any,
 }
 
 
@@ -278,7 +307,7 @@ def _without_sum(name: str):
             return self._work(exchange(self._connected(), role, *args, **kwargs), role)
         nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_sparse)
         self._count_bytes(nbytes, int(nbytes * times(self.size())), reason)
-        return self._begun(getattr(self._plain, name)(*args, **kwargs))
+        return self._forwarded(name, *args, **kwargs)
 
     method.__name__ = name
     return method
