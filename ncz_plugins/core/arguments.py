@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .call import Pieces
-from .errors import UnsupportedError
+from .errors import ErrorTranslation, UnsupportedError
 from .runtime.device import require_tensor
-from .training.policy import ParameterSlice
+from .runtime.inference_mode import ordinary
+from .training.policy import NO_SIZE, ParameterSlice
+
+
+class _called(ErrorTranslation):
+    """Context in which an UnsupportedError names the argument. Its subject is that name."""
+
+    __slots__ = ()
+
+    def translated(self, error):
+        return UnsupportedError(f"{self.subject}: {error}") if isinstance(error, UnsupportedError) else None
 
 
 def require_one_device(collective: str, one: Tensor, other: Tensor) -> None:
@@ -48,12 +58,9 @@ def pieces_of(
         raise ValueError(f"{collective}: rows of input and output must have one size, got {rows[0]} and {rows[1]}")
     if input.numel() and input.data_ptr() == output.data_ptr():
         raise ValueError(f"{collective}: output must have memory of its own, got that of input")
-    return Pieces(
-        _split_sizes(f"{collective}: input_split_sizes", sent, len(input), ranks),
-        _split_sizes(f"{collective}: output_split_sizes", received, len(output), ranks),
-        rows[0],
-        rank,
-    )
+    sent = _split_sizes(f"{collective}: input_split_sizes", sent, len(input), ranks)
+    received = _split_sizes(f"{collective}: output_split_sizes", received, len(output), ranks)
+    return Pieces(sent, received, rows[0], rank)
 
 
 def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) -> tuple[int, ...]:
@@ -66,6 +73,99 @@ def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) 
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
         raise ValueError(f"{what} must be {ranks} numbers that add up to {rows} rows, got {list(sizes)}")
     return sizes
+
+
+def tensors_of_list(
+    collective: str, what: str, given: object, ranks: int, like: Tensor | None = None, elements: int | None = None
+) -> list[Tensor]:
+    """The tensors of a list that has one for each rank, as flat views, of which autograd knows nothing.
+
+    Args:
+        what: the argument's name.
+        like: a tensor that may be served, of their dtype and on their device; None: the first of them.
+        elements: what each must have; None: any number.
+
+    Raises ValueError for another list, UnsupportedError for tensors that can't be served.
+    """
+    if not isinstance(given, (list, tuple)) or len(given) != ranks:
+        found = f"one of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
+        raise ValueError(f"{collective}: {what} must be a list of {ranks} tensors, one for each rank, got {found}")
+    for at, tensor in enumerate(given):
+        name = f"{collective}: {what}[{at}]"
+        with _called(name):
+            require_tensor(tensor)
+        like = tensor if like is None else like
+        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+            kinds = " and ".join(f"{each.dtype} on {each.device}" for each in (tensor, like))
+            raise UnsupportedError(f"{name}: all tensors must have one dtype and be on one device, got {kinds}")
+        if elements is not None and tensor.numel() != elements:
+            raise ValueError(f"{name} must have the {elements} elements of each rank's part, got {tensor.numel()}")
+    return [flat(tensor) for tensor in given]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as one dimension, of which autograd knows nothing, and which may be written to."""
+    return ordinary(tensor).detach().view(-1)
+
+
+def list_of_root(
+    collective: str, what: str, given: object, root: int, rank: int, ranks: int, tensor: Tensor
+) -> list[Tensor]:
+    """The tensors of a list that the root alone passes, and empty ones on other ranks.
+
+    Args:
+        root, rank: rank that passes it, and this rank, both within the group.
+        tensor: what each rank passes.
+
+    Raises ValueError for a list on another rank, and what `tensors_of_list` does.
+    """
+    if rank == root:
+        if given is None:
+            raise ValueError(f"{collective}: {what} must be given on this rank, which is the root, got None")
+        return tensors_of_list(collective, what, given, ranks, tensor)
+    if given is not None and len(given):
+        raise ValueError(f"{collective}: {what} must be None on all ranks but the root, got one of {len(given)}")
+    return [flat(tensor)[:0]] * ranks
+
+
+def pieces_of_lists(collective: str, rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pieces:
+    """Pieces of one element a row: what goes to each rank and comes from each. Raises ValueError."""
+    sent, received = (tuple([tensor.numel() for tensor in tensors]) for tensors in (inputs, outputs))
+    if sent[rank] != received[rank]:
+        found = f"{sent[rank]} and {received[rank]}"
+        raise ValueError(f"{collective}: a rank's input and output for itself must have one size, got {found} elements")
+    # What a rank keeps may stay where it is.
+    read = {tensor.data_ptr(): at for at, tensor in enumerate(inputs) if tensor.numel()}
+    for at, tensor in enumerate(outputs):
+        of = read.get(tensor.data_ptr())
+        if tensor.numel() and of is not None and not of == at == rank:
+            found = f"the output for rank {at} in that of the input for rank {of}"
+            raise ValueError(f"{collective}: outputs must have memory of their own, got {found}")
+    return Pieces(sent, received, 1, rank)
+
+
+def root_of(collective: str, what: str, given: int | None, in_group: int | None, ranks: Sequence[int]) -> int:
+    """The rank within the group that a collective starts from or goes to.
+
+    Args:
+        what: "src" or "dst", torch's name of the argument.
+        given: global rank; None: 0, unless `in_group` is given.
+        in_group: rank within the group.
+        ranks: global ranks of the group.
+
+    Raises ValueError if both are given, UnsupportedError for a rank that is not in the group.
+    """
+    if given is not None and in_group is not None:
+        raise ValueError(f"{collective}: pass {what} or group_{what}, not both, got {given} and {in_group}")
+    if in_group is not None:
+        if in_group not in range(len(ranks)):
+            known = f"a rank within this group, 0 to {len(ranks) - 1}"
+            raise UnsupportedError(f"{collective}: group_{what} must be {known}, got {in_group}")
+        return in_group
+    given = 0 if given is None else given
+    if given not in ranks:
+        raise UnsupportedError(f"{collective}: {what} must be a global rank of this group, one of {ranks}, got {given}")
+    return ranks.index(given)
 
 
 def require_kept(collective: str, tensor: Tensor, name: str | None, kept: Sequence[ParameterSlice] | None) -> None:
@@ -100,6 +200,12 @@ def parts_of_each(
     if len(devices := dict.fromkeys(str(tensor.device) for tensor in tensors)) > 1:
         raise UnsupportedError(f"{collective}: all tensors must be on one device, got {' and '.join(devices)}")
     return found
+
+
+def exchanged_parts(collective: str, tensor: Tensor, name: str | None) -> Sequence[ParameterSlice]:
+    """What a tensor of which ranks exchange pieces consists of: one parameter, whose size may differ by rank."""
+    [part] = parts_of(collective, tensor, name, None)
+    return [part._replace(numel=NO_SIZE)]
 
 
 def parts_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,10 +30,29 @@ _PLAIN_BYTES = {
     "all_gather_single": lambda nbytes, n: nbytes * (n - 1),
     "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
     "all_to_all_single": lambda nbytes, n: nbytes * (n - 1) // n,
-    "send_recv": lambda nbytes, n: nbytes,
 }
 
-COLLECTIVES = tuple(_PLAIN_BYTES)
+
+class Exchange(NamedTuple):
+    """What messages say of a collective in which ranks exchange pieces and nothing is summed.
+
+    Attributes:
+        unit: what pieces are counted in.
+        must_agree: what has to agree.
+    """
+
+    unit: str
+    must_agree: str
+
+
+EXCHANGES = {
+    "all_to_all_single": Exchange("rows", "input_split_sizes of one rank and output_split_sizes of the others"),
+    "all_to_all": Exchange("elements", "input_tensor_list of one rank and output_tensor_list of the others"),
+    "gather": Exchange("elements", "tensor of each rank and gather_list of the rank that gathers"),
+    "scatter": Exchange("elements", "scatter_list of the rank that scatters and tensor of each rank"),
+    "send_recv": Exchange("elements", "the sizes of both tensors"),
+}
+COLLECTIVES = tuple({**_PLAIN_BYTES, **EXCHANGES})
 OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 
 
@@ -71,24 +90,61 @@ class Joined:
 
     Args:
         pieces: flat, of one dtype, on one device.
+        is_read: whether the call reads the pieces.
+        is_written: whether it writes to them.
 
     Attributes:
         pieces: these.
         whole: the memory, [elements of all pieces].
     """
 
-    def __init__(self, pieces: Sequence[Tensor]):
+    def __init__(self, pieces: Sequence[Tensor], is_read: bool = True, is_written: bool = True):
         self.pieces = pieces
+        self._is_read = is_read
+        self._is_written = is_written
         with memory_errors(f"joining {len(pieces)} tensors"):
             self.whole = pieces[0].new_empty(sum([piece.numel() for piece in pieces]))
 
     @contextmanager
     def filled(self) -> Iterator[None]:
         """A context in which `whole` holds the pieces. Its values are theirs afterwards, unless something is raised."""
-        torch.cat(self.pieces, out=self.whole)
+        if self._is_read:
+            torch.cat(self.pieces, out=self.whole)
         yield
-        for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
-            piece.copy_(result)
+        if self._is_written:
+            for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
+                piece.copy_(result)
+
+
+def joined_for(
+    pieces: Sequence[Tensor], is_read: bool = False, is_written: bool = False
+) -> tuple[Tensor, tuple[Joined, ...]]:
+    """The elements of all pieces as one tensor, and what copies them if that is memory of its own.
+
+    Pieces that lie one behind the other already, as those of `tensor.chunk` do, need no copy.
+
+    Args:
+        pieces, is_read, is_written: see `Joined`.
+    """
+    found = _one_behind_the_other(pieces)
+    if found is not None:
+        return found, ()
+    joined = Joined(pieces, is_read, is_written)
+    return joined.whole, (joined,)
+
+
+def _one_behind_the_other(pieces: Sequence[Tensor]) -> Tensor | None:
+    """The memory of pieces that lie one behind the other in one storage; None if they don't."""
+    filled = [piece for piece in pieces if piece.numel()]
+    if not filled:
+        return pieces[0]
+    first, elements = filled[0], 0
+    for piece in filled:
+        same_storage = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same_storage or piece.storage_offset() != first.storage_offset() + elements:
+            return None
+        elements += piece.numel()
+    return first.as_strided([elements], [1])
 
 
 def slices_of(tensor: Tensor, parts: Sequence[ParameterSlice]) -> Sequence[Tensor]:
@@ -101,20 +157,20 @@ class Call:
     """One collective, from its caller's arguments to its counters.
 
     The caller's arguments:
-        collective: torch's name from 2.13 on: all_reduce, reduce_scatter_single, all_gather_single, broadcast,
-            all_to_all_single; send_recv for a send and its recv, which are one call of two ranks.
+        collective: one of COLLECTIVES: torch's name from 2.13 on, or send_recv for a send and its recv, which are one
+            call of two ranks.
         input: what this rank contributes, of any shape.
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.
         scale: factor of a sum, on top of what `op` says.
-        root: rank within the group that a broadcast starts from.
+        root: rank within the group that a broadcast or scatter starts from, and a gather goes to.
         role: "gradient", "parameter" or "activation"; None: compressed whatever it is.
         parts: parameters that the larger of both tensors consists of, for policies.
         residual_parts: the same with the names that error feedback uses, where those differ.
         pieces: what goes to and comes from each rank, where ranks exchange pieces; None: all ranks have equal parts.
         tag: of a send and its recv, which must be equal.
         baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
-        joined: memory that several tensors are copied to, and which is `input` and `output` then.
+        joined: memory that several tensors are copied to, and which is `input` or `output` then, or both.
         together: checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
         plain: collectives that carry the call if it goes plain after all; None: those of the transport.
 
@@ -144,7 +200,7 @@ class Call:
     pieces: Pieces | None = None
     tag: int = 0
     baseline: Baseline | None = None
-    joined: Joined | None = None
+    joined: Sequence[Joined] = ()
     together: int = 0
     plain: PlainCollectives | None = None
     config: Config | None = None
@@ -178,7 +234,7 @@ class Call:
     @property
     def memory(self) -> list[Tensor]:
         """All tensors that a call reads or writes."""
-        return [self.input, self.output, *([] if self.joined is None else self.joined.pieces)]
+        return [self.input, self.output, *(piece for joined in self.joined for piece in joined.pieces)]
 
     @property
     def feeds_back(self) -> bool:
@@ -191,8 +247,15 @@ class Call:
         return self.parts if self.residual_parts is None else self.residual_parts
 
     def pieces_in_place(self) -> AbstractContextManager:
-        """A context in which `input` holds the joined tensors, which have its values afterwards."""
-        return nullcontext() if self.joined is None else self.joined.filled()
+        """A context in which `input` holds the joined tensors. Those that are written to have results afterwards."""
+        return self._filled() if self.joined else nullcontext()
+
+    @contextmanager
+    def _filled(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for joined in self.joined:
+                contexts.enter_context(joined.filled())
+            yield
 
     def new_counters(self, world_size: int) -> Counters:
         """Counters of a call that begins."""
@@ -213,6 +276,8 @@ class Call:
 
     def start_plain(self, plain: PlainCollectives):
         """Start the uncompressed collective. Returns its work, which has `wait`."""
+        if self.pieces is not None:
+            return plain.all_to_all_single(self.output, self.input, self.pieces.received, self.pieces.sent)
         match self.collective:
             case "all_reduce":
                 return plain.all_reduce(self.output, self.op, self.scale)
@@ -220,8 +285,6 @@ class Call:
                 return plain.reduce_scatter_single(self.output, self.input, self.op)
             case "all_gather_single":
                 return plain.all_gather_single(self.output, self.input)
-            case "all_to_all_single" | "send_recv":
-                return plain.all_to_all_single(self.output, self.input, self.pieces.received, self.pieces.sent)
             case _:
                 return plain.broadcast(self.output, self.root)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bypass import Bypass
-from .call import COLLECTIVES, OPS, Call, Pieces
+from .call import COLLECTIVES, EXCHANGES, OPS, Call, Pieces
 from .config import Config
 from .errors import MismatchError, UnsupportedError
 from .training.policy import ParameterSlice
@@ -49,7 +49,7 @@ def signature_described(call: Call) -> dict[str, int]:
         "elements of a row": 0 if call.pieces is None else call.pieces.row,
         "reduce op": 0 if call.op is None else 1 + place_of(call.op, OPS),
         "scale": 0 if call.scale == 1 else zlib.crc32(repr(float(call.scale)).encode()),
-        "source rank": call.root,
+        "root rank": call.root,
         "tag": 0,
         "transfer": 0,
         "configuration": 0,
@@ -171,6 +171,8 @@ def pieces_described(pieces: Pieces, rank: int) -> Tensor:
 def require_same_pieces(collective: str, described: Tensor, ranks: Sequence[int]) -> None:
     """Raise MismatchError, on all ranks alike, if a rank sends another number of rows than the other one expects.
 
+    "Rows" are those of `Pieces`; where a row is one element, messages say elements.
+
     Args:
         described: the maximum over ranks of what `pieces_described` returned.
         ranks: their global ranks, for the message.
@@ -179,14 +181,13 @@ def require_same_pieces(collective: str, described: Tensor, ranks: Sequence[int]
     differing = (sent != expected).nonzero().tolist()
     if not differing:
         return
+    unit, must_agree = EXCHANGES[collective]
     found = "; ".join(
-        f"rank {ranks[source]} sends {sent[source, to]} rows to rank {ranks[to]}, which expects {expected[source, to]}"
-        for source, to in differing[:_MOST_PIECES_NAMED]
+        f"rank {ranks[i]} sends {sent[i, j]} {unit} to rank {ranks[j]}, which expects {expected[i, j]}"
+        for i, j in differing[:_MOST_PIECES_NAMED]
     )
     more = f"; and {len(differing) - _MOST_PIECES_NAMED} more" if len(differing) > _MOST_PIECES_NAMED else ""
-    raise MismatchError(
-        f"{collective}: {found}{more}. input_split_sizes of one rank and output_split_sizes of the others must agree"
-    )
+    raise MismatchError(f"{collective}: {found}{more}. {must_agree} must agree")
 
 
 @lru_cache

@@ -8,10 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import parts_of, parts_of_each, pieces_of, require_kept, require_sizes
-from .call import Call, Joined, slices_of
+from .arguments import (
+    exchanged_parts,
+    flat,
+    list_of_root,
+    parts_of,
+    parts_of_each,
+    pieces_of,
+    pieces_of_lists,
+    require_kept,
+    require_sizes,
+    root_of,
+    tensors_of_list,
+)
+from .call import Call, Joined, joined_for, slices_of
 from .call_description import checksum_of_list
 from .errors import OutOfMemoryError, UnsupportedError
+from .runtime.device import require_tensor
 from .runtime.handle import Handle
 from .runtime.inference_mode import ordinary, outside_of_inference_mode
 from .training.baseline import Baseline
@@ -171,19 +184,22 @@ class Collectives:
     def broadcast(
         self,
         tensor: Tensor,
-        src: int,
+        src: int | None = None,
         async_op: bool = False,
         *,
+        group_src: int | None = None,
         role: str | None = None,
         name: str | None = None,
         baseline: Baseline | None = None,
     ):
-        """Replace `tensor` on every rank by what the global rank `src` holds.
+        """Replace `tensor` on every rank by what rank `src` holds.
 
         It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
 
         Args:
             tensor: contiguous, of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
+            src: a global rank; None: 0.
+            group_src: the rank within the group, instead of `src`.
             baseline: as in `all_gather_single`.
 
         Returns: a handle if `async_op`, else None.
@@ -191,12 +207,9 @@ class Collectives:
         Raises what `all_reduce` does, and UnsupportedError if `src` is no rank of the group.
         """
         with Beginning(self, "broadcast"):
-            if src not in self.ranks:
-                raise UnsupportedError(
-                    f"broadcast: src must be a global rank of this group, one of {self.ranks}, got {src}"
-                )
+            root = root_of("broadcast", "src", src, group_src, self.ranks)
             parts = parts_of("broadcast", tensor, name, None)
-            root, memory = self.ranks.index(src), ordinary(tensor)
+            memory = ordinary(tensor)
             call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
             return self._start([call], [tensor], async_op)
 
@@ -214,8 +227,8 @@ class Collectives:
         """Send some rows of `input` to each rank, and put the rows of each rank into `output`, in rank order.
 
         Each rank quantizes what it sends by steps of its own, so the error of an element is at most one bound. Rows
-        that a rank keeps are copied with every bit. At a fixed rate on GPUs ranks compare no
-        sizes, and compress pieces of any size.
+        that a rank keeps are copied with every bit. At a fixed rate on GPUs ranks compare no sizes, and compress pieces
+        of any size.
 
         Args:
             output: contiguous, at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It
@@ -232,10 +245,199 @@ class Collectives:
         with Beginning(self, "all_to_all_single"):
             splits = output_split_sizes, input_split_sizes
             pieces = pieces_of("all_to_all_single", self.rank, self.world_size, output, input, *splits)
-            parts = parts_of("all_to_all_single", input, name, None)
+            parts = exchanged_parts("all_to_all_single", input, name)
             memory = ordinary(input), ordinary(output)
             call = Call("all_to_all_single", *memory, role=role, parts=parts, pieces=pieces)
             return self._start([call], [output], async_op)
+
+    # ---------------------------------------------------------------- the same with lists of tensors
+
+    def all_to_all(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+    ):
+        """Send tensor i of `input_tensor_list` to rank i, and fill tensor i of `output_tensor_list` with what comes.
+
+        For the error see `all_to_all_single`. Tensors that don't lie one behind the other
+        in memory are copied.
+
+        Args:
+            output_tensor_list: for each rank a contiguous tensor of any shape, of the size that the rank sends. It must
+                not share memory with the input.
+            input_tensor_list: for each rank a contiguous tensor of any shape and size, all of one dtype.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does; ValueError for lists of other lengths; MismatchError on every rank where one
+        sends another number of elements than the other one expects.
+        """
+        with Beginning(self, "all_to_all"):
+            inputs = tensors_of_list("all_to_all", "input_tensor_list", input_tensor_list, self.world_size)
+            given = "output_tensor_list", output_tensor_list, self.world_size, inputs[0]
+            outputs = tensors_of_list("all_to_all", *given)
+            call = self._exchange("all_to_all", inputs, outputs, role, name)
+            return self._start([call], output_tensor_list, async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: list[Tensor] | None = None,
+        dst: int | None = None,
+        async_op: bool = False,
+        *,
+        group_dst: int | None = None,
+        role: str | None = None,
+        name: str | None = None,
+    ):
+        """Fill `gather_list` on rank `dst` with the tensors of all ranks, in rank order.
+
+        Each rank quantizes its tensor by steps of its own. What `dst` contributes is copied with every bit.
+        Tensors of the list that don't lie one behind the other in memory are copied.
+
+        Args:
+            tensor: contiguous, of any shape; dtypes as of `all_reduce`. Ranks may pass other sizes, unlike torch's.
+            gather_list: on `dst` a contiguous tensor for each rank, of the size that the rank sends; on others None.
+            dst: a global rank; None: 0.
+            group_dst: the rank within the group, instead of `dst`.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_to_all` does, and UnsupportedError if `dst` is no rank of the group.
+        """
+        with Beginning(self, "gather"):
+            root = root_of("gather", "dst", dst, group_dst, self.ranks)
+            require_tensor(tensor)
+            outputs = list_of_root("gather", "gather_list", gather_list, root, self.rank, self.world_size, tensor)
+            inputs = [flat(tensor)[: tensor.numel() if at == root else 0] for at in range(self.world_size)]
+            call = self._exchange("gather", inputs, outputs, role, name, root)
+            return self._start([call], gather_list or [], async_op)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: list[Tensor] | None = None,
+        src: int | None = None,
+        async_op: bool = False,
+        *,
+        group_src: int | None = None,
+        role: str | None = None,
+        name: str | None = None,
+    ):
+        """Fill `tensor` on every rank with the rank's own of the tensors in `scatter_list` on rank `src`.
+
+        Each of the tensors is quantized by steps of its own. What `src` keeps is copied with every bit.
+        Tensors of the list that don't lie one behind the other in memory are copied.
+
+        Args:
+            tensor: contiguous, of any shape; dtypes as of `all_reduce`. Ranks may pass other sizes, unlike torch's.
+            scatter_list: on `src` a contiguous tensor for each rank, of the size that the rank expects; on others None.
+            src: a global rank; None: 0.
+            group_src: the rank within the group, instead of `src`.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_to_all` does, and UnsupportedError if `src` is no rank of the group.
+        """
+        with Beginning(self, "scatter"):
+            root = root_of("scatter", "src", src, group_src, self.ranks)
+            require_tensor(tensor)
+            inputs = list_of_root("scatter", "scatter_list", scatter_list, root, self.rank, self.world_size, tensor)
+            outputs = [flat(tensor)[: tensor.numel() if at == root else 0] for at in range(self.world_size)]
+            call = self._exchange("scatter", inputs, outputs, role, name, root)
+            return self._start([call], [tensor], async_op)
+
+    def all_gather(
+        self,
+        tensor_list: list[Tensor],
+        tensor: Tensor,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+    ):
+        """Fill `tensor_list` with the tensors of all ranks, in rank order: `all_gather_single` with a list.
+
+        Args:
+            tensor_list: for each rank a contiguous tensor of the size of `tensor`. Tensors that don't lie one behind
+                the other in memory are copied.
+            tensor: contiguous, of any shape; dtypes as of `all_reduce`.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does, and ValueError for another list.
+        """
+        with Beginning(self, "all_gather"):
+            require_tensor(tensor)
+            given = "tensor_list", tensor_list, self.world_size, tensor, tensor.numel()
+            output, joined = joined_for(tensors_of_list("all_gather", *given), is_written=True)
+            parts = parts_of("all_gather", output, name, None)
+            call = Call("all_gather_single", ordinary(tensor), output, role=role, parts=parts, joined=joined)
+            return self._start([call], tensor_list, async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: list[Tensor],
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        role: str | None = None,
+        name: str | None = None,
+        parts: Sequence[ParameterSlice] | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
+    ):
+        """Sum tensor i of `input_list` over ranks (or average, for AVG) into `output` of rank i.
+
+        It is `reduce_scatter_single` with a list.
+
+        Args:
+            output: contiguous, of any shape; dtypes as of `all_reduce`.
+            input_list: for each rank a contiguous tensor of the size of `output`. Tensors that don't lie one behind the
+                other in memory are copied.
+            parts: those of all tensors of the list, all of which must be treated alike.
+            kept_as: see `all_reduce`.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `reduce_scatter_single` does, and ValueError for another list.
+        """
+        with Beginning(self, "reduce_scatter"):
+            require_tensor(output)
+            given = "input_list", input_list, self.world_size, output, output.numel()
+            input, joined = joined_for(tensors_of_list("reduce_scatter", *given), is_read=True)
+            parts = parts_of("reduce_scatter", input, name, parts)
+            require_kept("reduce_scatter", input, name, kept_as)
+            memory = input, ordinary(output)
+            call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
+            call.joined = joined
+            return self._start([call], [output], async_op)
+
+    # ---------------------------------------------------------------- calls
+
+    def _exchange(
+        self,
+        collective: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        role: str | None,
+        name: str | None,
+        root: int = 0,
+    ) -> Call:
+        """The call that sends tensor i of `inputs` to rank i, and fills tensor i of `outputs` with what rank i sends.
+
+        Args:
+            inputs, outputs: flat, one for each rank, empty where nothing is sent.
+        """
+        pieces = pieces_of_lists(collective, self.rank, inputs, outputs)
+        input, read = joined_for(inputs, is_read=True)
+        output, written = joined_for(outputs, is_written=True)
+        parts, joined = exchanged_parts(collective, input, name), read + written
+        return Call(collective, input, output, root=root, role=role, parts=parts, pieces=pieces, joined=joined)
 
     def _sums(
         self,
@@ -273,7 +475,7 @@ class Collectives:
             for _, indices in alike:
                 joined = Joined([slices[at] for at in indices])
                 its_parts = [own[at] for at in indices]
-                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts, joined=joined)
+                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts, joined=(joined,))
                 call.residual_parts, call.together = kept_as, together
                 calls.append(call)
         return calls

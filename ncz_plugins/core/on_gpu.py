@@ -131,7 +131,7 @@ class GpuCalls:
             self._calls.drain()
 
         # Calls before this one may still write to the same tensor on their stream.
-        if call.joined is not None:
+        if call.joined:
             stream = call.pieces_in_place()  # on the current stream
             if not captured:
                 self._follow_calls_before()
@@ -142,9 +142,9 @@ class GpuCalls:
         doing = f"the plain {call.collective}"
         with stream, peer_errors(doing):
             handle = WorkHandle(call.start_plain(self._plain), doing)
-            if call.joined is not None:
+            if call.joined:
                 handle.wait()
-        if call.joined is not None and not captured:
+        if call.joined and not captured:
             handle = StreamHandle.of_current(self._device)  # with the copies back to the joined tensors
 
         # Numbered and counted while the data travel. The next call that is compared tells whether ranks differed.

@@ -58,7 +58,7 @@ class HostCalls:
         doing = f"the plain {call.collective}"
         with call.pieces_in_place(), peer_errors(doing):
             handle = WorkHandle(call.start_plain(self._plain), doing)
-            if call.joined is not None:
+            if call.joined:
                 handle.wait()
         count_plain(self._group, call)
         return handle

@@ -8,7 +8,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import Call, Plan
+from .call import EXCHANGES, Call, Plan
 from .codec.fixed_rate import equal_rows
 from .codec.layout import Layout, Window
 from .config import Config
@@ -58,12 +58,7 @@ def plan(group: Group, call: Call, number: int) -> Plan:
     Args:
         number: compressed calls of the ranks so far, this one included.
     """
-    make = {
-        "broadcast": _broadcast,
-        "all_gather_single": _gather,
-        "all_to_all_single": _exchange,
-        "send_recv": _exchange,
-    }
+    make = {"broadcast": _broadcast, "all_gather_single": _gather, **dict.fromkeys(EXCHANGES, _exchange)}
     made = replace(make.get(call.collective, _sum)(group, call), number=number)
     # Versions that ranks hold would not pass through nodes, and pieces for single ranks gain nothing there.
     if group.nodes is None or call.baseline is not None or call.pieces is not None:

@@ -212,7 +212,7 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
         group.count(counters, call.role)
         if contribution is not None and bypass is None:
             _verify(group, call, contribution, device, transport)
-    if call.joined is not None:
+    if call.joined:
         device.synchronize()  # with the copies back to the caller's tensors
 
 
@@ -557,7 +557,7 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
                 call.start_plain(transport.plain).wait()
             device.synchronize()
             count_plain(group, call)
-    if call.joined is not None:
+    if call.joined:
         device.synchronize()
 
 

@@ -129,7 +129,7 @@ def test_collectives(group):
 @ranks(3)
 def test_sources_of_a_broadcast(group):
     first, other = (lambda c, src=src: c.broadcast(torch.ones(SMALL), src) for src in (0, 1))
-    differing(group, first, other, f"source rank 1 on rank {world_size - 1}, 0 on rank 0")
+    differing(group, first, other, f"root rank 1 on rank {world_size - 1}, 0 on rank 0")
 
 
 @ranks(3)

@@ -22,7 +22,7 @@ class Handle(ABC):
     """Handle of a collective that was started. It has the methods of torch.distributed's `Work`.
 
     Attributes:
-        outputs: the tensors that the collective writes to, all on one device.
+        outputs: the tensors that the collective writes to on this rank, all on one device.
     """
 
     outputs: Sequence[Tensor] = ()
@@ -65,7 +65,7 @@ class Handle(ABC):
         """
 
     def _new_future(self) -> Future[list[Tensor]]:
-        return Future(devices=[self.outputs[0].device] if self.outputs[0].is_cuda else None)
+        return Future(devices=[each.device for each in self.outputs[:1] if each.is_cuda])
 
 
 class Handles(Handle):

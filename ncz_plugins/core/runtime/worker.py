@@ -80,11 +80,11 @@ class _Completion:
     def _complete(self) -> None:
         (future, outputs), error = self._given, self._error
         self._given = self._error = None
-        where = outputs[0].device
+        gpus = [tensor.device for tensor in outputs[:1] if tensor.is_cuda]
         # On a GPU, too, the result is in place by now. A thread begins with GPU 0, and a future switches to the GPU of
         # its tensors and back. Switching back to a GPU that this process does not use would create a CUDA context
         # there, of half a gigabyte.
-        with torch.cuda.device(where) if where.type == "cuda" else nullcontext():
+        with torch.cuda.device(gpus[0]) if gpus else nullcontext():
             if error is not None:
                 fail(future, error)
             else:

@@ -19,6 +19,7 @@ from ..config import ROLE_DEFAULTS, Config, Policy, QuantizerConfig, QuantizerOv
 
 _MAX_CACHED_PARTS = 100_000  # a limit, as tensors without names may have another size in each call
 _UNKNOWN = -1  # stands for the index of a policy that has not been looked up
+NO_SIZE = -1  # elements of a tensor that has another size on each rank
 
 
 class ParameterSlice(NamedTuple):
@@ -29,7 +30,7 @@ class ParameterSlice(NamedTuple):
         length: number of elements of the slice.
         start: index of the first of them within the parameter.
         numel: number of elements of the whole parameter. None stands for start + length. 0 marks padding, which is
-            treated like the slice before it.
+            treated like the slice before it. NO_SIZE: no policy that asks for a size matches.
         feeds_back: whether error feedback adds and renews the residual. False for a gradient that an earlier step
             computed, because its result may be dropped. Ranks may differ.
     """
@@ -141,6 +142,8 @@ def _matches(policy: Policy, name: str | None, numel: int, dtype: torch.dtype, r
         patterns = (policy.name,) if isinstance(policy.name, str) else policy.name
         if name is None or not any(fnmatchcase(name, pattern) for pattern in patterns):
             return False
+    if numel == NO_SIZE and (policy.min_elements is not None or policy.max_elements is not None):
+        return False
     if policy.min_elements is not None and numel < policy.min_elements:
         return False
     if policy.max_elements is not None and numel > policy.max_elements:

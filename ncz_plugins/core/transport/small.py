@@ -33,6 +33,7 @@ _MAX_BYTES = 16 << 20
 _MAX_TWO_ROUNDS_BYTES = 4 << 20
 # Broadcast of more than 2 ranks: gloo passes values on from rank to rank, so its root sends less.
 _MAX_BROADCAST_BYTES = 256 << 10
+_COLLECTIVES = frozenset(("all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast"))
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _COMBINATIONS = (Combination.ADD, Combination.ADD, Combination.MULTIPLY, Combination.LOWEST, Combination.HIGHEST)
 # A memoryview at an address, made by Python itself. Training makes small calls seldom, so caches are cold, and then the
@@ -69,7 +70,7 @@ class SmallCollectives:
             most = _MAX_BROADCAST_BYTES
         return (
             self._connections.mesh is not None
-            and collective != "all_to_all_single"  # every rank gets another piece
+            and collective in _COLLECTIVES
             and nbytes <= MAX_BYTES_WITH_COMPARISON
             and nbytes * (n - 1) <= most
             and (op is None or (place_of(op, _OPS) < len(_OPS) and input.dtype in COMBINED_DTYPES))

@@ -70,7 +70,7 @@ def verdict(*ranks: dict[str, int], known_as=None) -> str:
         (plain(op=MAX), "reduce op MAX on rank 1, SUM on rank 0"),
         (plain(scale=0.5), "scale differs between rank 0 and rank 1"),
         (plain(scale=2.0), "scale differs between rank 0 and rank 1"),
-        (plain(root=1), "source rank 1 on rank 1, 0 on rank 0"),
+        (plain(root=1), "root rank 1 on rank 1, 0 on rank 0"),
         (
             described(request(), 1, Bypass.ROLE),
             "transfer plain (too small) on rank 0, plain (role not enabled) on rank 1",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import play_communicators, same_bits
 
-from ncz_plugins.core.call import Joined, slices_of
+from ncz_plugins.core.call import Joined, joined_for, slices_of
 from ncz_plugins.core.communicator import Communicator
 from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.runtime.handle import Handles
@@ -49,6 +49,25 @@ def test_pieces_stay_as_they_are_if_the_job_fails():
         joined.whole += 1
         raise PeerError("gone")
     assert not tensor.any()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 3))
+def test_pieces_that_lie_one_behind_the_other_are_taken_as_they_are(lengths, before):
+    tensor = torch.arange(float(before + sum(lengths)))[before:]
+    whole, joined = joined_for(list(tensor.split(lengths)), is_written=True)
+    assert joined == () and torch.equal(whole, tensor)
+    assert not whole.numel() or whole.data_ptr() == tensor.data_ptr()
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=8), st.booleans())
+def test_pieces_that_lie_elsewhere_are_copied_in_or_out_but_not_both(lengths, is_written):
+    pieces = list(torch.arange(float(sum(lengths))).split(lengths))[::-1]
+    whole, [joined] = joined_for(pieces, is_read=not is_written, is_written=is_written)
+    before = torch.cat(pieces)
+    with joined.filled():
+        assert is_written or torch.equal(whole, before)
+        whole.fill_(-1)
+    assert torch.equal(torch.cat(pieces), whole if is_written else before)
 
 
 # ------------------------------------------------------------------ all ranks

@@ -3,6 +3,7 @@
 On a card: tests/distributed/test_devices.py and test_fixed_rate.py.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -58,7 +59,7 @@ def calls_of(communicator) -> GpuCalls:
 
 
 def begun(
-    calls: GpuCalls, tensor: torch.Tensor, async_op: bool = False, joined: Joined | None = None, op=dist.ReduceOp.SUM
+    calls: GpuCalls, tensor: torch.Tensor, async_op: bool = False, joined: Sequence[Joined] = (), op=dist.ReduceOp.SUM
 ) -> Call:
     parts = [ParameterSlice(None, tensor.numel())]
     call = Call("all_reduce", tensor, tensor, op, parts=parts, joined=joined)
@@ -79,7 +80,7 @@ def test_plain_and_compressed_calls_in_turns(config, async_op):
             begun(calls, tensor, async_op)
             results.append(tensor)
         pieces = list(values(communicator.rank, 90).split(30))
-        begun(calls, (joined := Joined(pieces)).whole, async_op, joined)
+        begun(calls, (joined := Joined(pieces)).whole, async_op, [joined])
         total = communicator.stats.total
         assert (total.calls, total.compressed_calls, total.bypasses) == (6, 2, {"too small": 4})
         return [*results, torch.cat(pieces)]
