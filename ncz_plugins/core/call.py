@@ -27,6 +27,7 @@ from .transport.comparison import place_of
 _PLAIN_BYTES = {
     "all_reduce": lambda nbytes, n: 2 * nbytes * (n - 1) // n,
     "reduce_scatter_single": lambda nbytes, n: nbytes * (n - 1) // n,
+    "reduce": lambda nbytes, n: nbytes * (n - 1) // n,
     "all_gather_single": lambda nbytes, n: nbytes * (n - 1),
     "broadcast": lambda nbytes, n: nbytes * (n - 1) // n,
     "all_to_all_single": lambda nbytes, n: nbytes * (n - 1) // n,
@@ -163,7 +164,7 @@ class Call:
         output: where the result goes, of any shape; the same tensor where the collective works in place.
         op: torch.distributed's, of a sum; None for gathers and broadcasts.
         scale: factor of a sum, on top of what `op` says.
-        root: rank within the group that a broadcast or scatter starts from, and a gather goes to.
+        root: rank within the group that a broadcast or scatter starts from, and a gather or reduce goes to.
         role: "gradient", "parameter" or "activation"; None: compressed whatever it is.
         parts: parameters that the larger of both tensors consists of, for policies.
         residual_parts: the same with the names that error feedback uses, where those differ.
@@ -281,6 +282,8 @@ class Call:
         match self.collective:
             case "all_reduce":
                 return plain.all_reduce(self.output, self.op, self.scale)
+            case "reduce":
+                return plain.reduce(self.output, self.root, self.op)
             case "reduce_scatter_single":
                 return plain.reduce_scatter_single(self.output, self.input, self.op)
             case "all_gather_single":

@@ -147,6 +147,42 @@ class Collectives:
 
     reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.13
 
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        op=dist.ReduceOp.SUM,
+        async_op: bool = False,
+        *,
+        group_dst: int | None = None,
+        role: str | None = None,
+        name: str | None = None,
+        parts: Sequence[ParameterSlice] | None = None,
+        kept_as: Sequence[ParameterSlice] | None = None,
+    ):
+        """Sum `tensor` over ranks (or average, for AVG), in place on rank `dst`, which gets the bits of an all_reduce.
+
+        On all other ranks it stays as it is. The guard verifies no reduce.
+
+        Args:
+            tensor: as of `all_reduce`.
+            dst: a global rank; None: 0.
+            group_dst: the rank within the group, instead of `dst`.
+            parts: see `all_reduce`; all must be treated alike.
+
+        Returns: a handle if `async_op`, else None.
+
+        Raises what `all_reduce` does; UnsupportedError if `dst` is no rank of the group, and for parts that are treated
+        differently.
+        """
+        with Beginning(self, "reduce"):
+            root = root_of("reduce", "dst", dst, group_dst, self.ranks)
+            parts = parts_of("reduce", tensor, name, parts)
+            require_kept("reduce", tensor, name, kept_as)
+            memory = ordinary(tensor)
+            call = Call("reduce", memory, memory, op, root=root, role=role, parts=parts, residual_parts=kept_as)
+            return self._start([call], [tensor], async_op)
+
     def all_gather_single(
         self,
         output: Tensor,

@@ -8,7 +8,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from .call import EXCHANGES, Call, Plan
+from .call import Call, Plan
 from .codec.fixed_rate import equal_rows
 from .codec.layout import Layout, Window
 from .config import Config
@@ -58,8 +58,8 @@ def plan(group: Group, call: Call, number: int) -> Plan:
     Args:
         number: compressed calls of the ranks so far, this one included.
     """
-    make = {"broadcast": _broadcast, "all_gather_single": _gather, **dict.fromkeys(EXCHANGES, _exchange)}
-    made = replace(make.get(call.collective, _sum)(group, call), number=number)
+    make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
+    made = replace((make if call.pieces is None else _exchange)(group, call), number=number)
     # Versions that ranks hold would not pass through nodes, and pieces for single ranks gain nothing there.
     if group.nodes is None or call.baseline is not None or call.pieces is not None:
         return made
@@ -92,13 +92,14 @@ def _exchange(group: Group, call: Call) -> Plan:
 
 
 def _sum(group: Group, call: Call) -> Plan:
-    """Of an all_reduce or a reduce_scatter_single."""
+    """Of an all_reduce, a reduce or a reduce_scatter_single."""
     n, schedule = group.world_size, _schedule_of(group, call)
-    if call.collective == "all_reduce":
+    if call.collective != "reduce_scatter_single":
         may_be_whole = schedule is direct and group.nodes is None
         whole = may_be_whole and adds_up_whole(call.input, n, call.config, group.on_gpu)
         layout = layout_of_sum(call.input, 1 if whole else n, call.config, group.on_gpu)
-        output, move = _flat(call.output), schedule.all_reduce
+        move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
+        output = _flat(call.output)
     else:
         layout = layout_of_parts(call.output, n, call.config, group.on_gpu)
         output, move = _flat(call.output, layout.segment(group.rank).start), schedule.reduce_scatter
@@ -106,7 +107,8 @@ def _sum(group: Group, call: Call) -> Plan:
     feedback = None
     if call.feeds_back:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
-    verifies = group.state.guard.picks(group.training.step)
+    # The guard compares what all ranks have. Of a reduce one rank has the result.
+    verifies = call.collective != "reduce" and group.state.guard.picks(group.training.step)
     return Plan(
         layout,
         _flat(call.input),

@@ -735,6 +735,7 @@ def requests_of(rank: int, world_size: int, dtype: torch.dtype, poison: float | 
         Call("reduce_scatter_single", tensor, new(2 * CHUNK), SUM, parts=[ParameterSlice(None, tensor.numel())]),
         Call("all_gather_single", part, new(tensor.numel()), None, parts=parts),
         Call("broadcast", (y := tensor.clone()), y, None, root=1, parts=[ParameterSlice(None, y.numel())]),
+        Call("reduce", (z := tensor.clone()), z, SUM, root=1, parts=[ParameterSlice(None, z.numel())]),
     ]
 
 
@@ -768,7 +769,7 @@ def test_every_collective(quantizer, schedule, world_size, per_node):
         return rounds(world_size, lambda transport: outcomes_of(transport, config, device(), per_node))
 
     for (ours, *counted), (expected, *_) in zip(on(EmulatedGpu), on(Host), strict=True):
-        assert torch.equal(ours, expected) and counted == [{}, 4]
+        assert torch.equal(ours, expected) and counted == [{}, 5]
 
 
 @RANKS
@@ -793,7 +794,7 @@ def test_what_can_not_be_coded_goes_plain(reason, quantizer, dtype, poison, sche
 
     for (ours, *counted), (expected, *on_host) in zip(on(EmulatedGpu), on(Host), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
-        assert counted == [{reason: 4}, 0] == on_host
+        assert counted == [{reason: 5}, 0] == on_host
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

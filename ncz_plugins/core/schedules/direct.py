@@ -2,13 +2,13 @@
 
 1. All-to-all: each rank encodes its values once, and sends each segment to its owner, the rank with the same number.
 2. The owner adds up the frames of its segment.
-3. All-gather: the owner sends the sum to all other ranks.
+3. All-gather: the owner sends the sum to all other ranks. In a reduce it sends the sum to the root.
 
 Compared with a ring there is no chain of hops, and step 1 sends codes of single ranks, which have less entropy than
 partial sums.
 
 An all-reduce of two ranks needs only one round: each rank sends the codes of all its values, and both add them up. The
-tensor may then be one segment. On GPUs the sums of two ranks are in padded.py.
+tensor may then be one segment. In a reduce only the root gets them. On GPUs the sums of two ranks are in padded.py.
 """
 
 from __future__ import annotations
@@ -70,6 +70,36 @@ def _all_reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: 
         stream.exchange(frame)
     for segment, index in frame_ids:
         codec.decode_sum(segment, index, [stream.receive()])
+    stream.finish()
+
+
+def reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
+    """Decode the sum over ranks of all segments to the output of rank `root`."""
+    if transport.world_size == 2 and codec.sums_to_output:
+        return _reduce_of_two(transport, codec, counters, root)
+    is_root = transport.rank == root
+    streams = _peers(transport, codec, 2 if is_root else 1, counters)
+    for index, frame in _reduced(transport, codec, streams):
+        if is_root:
+            codec.decode(root, index, frame)
+        else:
+            streams[root].send(frame)
+    if is_root:
+        _receive_all(codec, streams)
+    _finish(streams)
+
+
+def _reduce_of_two(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
+    """Send all own frames to the root, which adds them to its own values."""
+    segments, is_root = len(codec.layout.lengths), transport.rank == root
+    [stream] = _open(transport, codec, [1 - transport.rank], segments if is_root else 0, counters).values()
+    frame_ids = [(segment, index) for index in range(codec.layout.frames) for segment in range(segments)]
+    if is_root:
+        for segment, index in frame_ids:
+            codec.decode_sum(segment, index, [stream.receive()])
+    else:
+        for frame in codec.encode_each(frame_ids):
+            stream.send(frame)
     stream.finish()
 
 

@@ -3,7 +3,7 @@
 1. The ranks agree on scales: an all-reduce of the largest magnitude of each block.
 2. All-to-all: each rank sends its codes of a row to the row's owner, the rank with the same number.
 3. The owner adds up the codes of its row.
-4. All-gather: the owner sends the sums to all ranks.
+4. All-gather: the owner sends the sums to all ranks. In a reduce it sends them to the root.
 
 All sizes are known beforehand. So a call on a GPU is kernels and NCCL operations queued on CUDA streams: the host does
 not wait, and a CUDA graph can capture the call. On a CPU a large tensor goes in several batches of blocks, so that
@@ -79,6 +79,29 @@ def _all_reduce_of_two(
     for batch, gathered, work, _ in gathers:
         _wait(work, gathered, counters)
         codec.unpack_sum(gathered, 2, batch, magnitudes, range(2))
+
+
+def reduce(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters, root: int) -> None:
+    """Write the sum over ranks of all segments to the output of rank `root`."""
+    n, is_root = transport.world_size, transport.rank == root
+    rows = codec.all_rows
+    if not rows.blocks:
+        return
+    magnitudes = _agreed(transport, codec, rows, counters)
+
+    # Queue everything first: owners send the sums of a batch to the root while the next one is added up.
+    under_way = []
+    for batch, received in _exchanged(transport, codec, rows, magnitudes, counters):
+        sums = codec.add(received, n)
+        sent = [sums.numel() if rank == root else 0 for rank in range(n)]
+        coming = [sums.numel() if is_root else 0] * n
+        gathered = sums.new_empty(sum(coming))
+        under_way.append((batch, gathered, transport.plain.all_to_all_single(gathered, sums, coming, sent), sums))
+        counters.wire_bytes += 0 if is_root else sums.nbytes
+    for batch, gathered, work, _ in under_way:
+        _wait(work, gathered, counters)
+        if is_root:
+            codec.unpack(gathered, n, batch, magnitudes, range(n))
 
 
 def all_gather(transport: CollectiveTransport, codec: FixedRateCodec, counters: Counters) -> None:

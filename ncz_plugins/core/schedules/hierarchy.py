@@ -39,6 +39,8 @@ def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
         nodes: which ranks share a node.
     """
     # Functions of a plan must not hold the call, which holds the plan: such a circle would keep the caller's tensors.
+    if call.collective == "reduce":
+        return _reduce(plan, nodes, call.root)
     if call.collective == "broadcast":
         return _broadcast(plan, nodes, call.root, call.config.quantizer.block_in_effect)
     return {
@@ -66,6 +68,30 @@ def _all_reduce(plan: Plan, nodes: Nodes) -> Plan:
 
     plan = replace(plan, addends=nodes.count, addend=nodes.node)
     return replace(plan, measured=own, within_node=within_node, schedule=schedule)
+
+
+def _reduce(plan: Plan, nodes: Nodes, root_rank: int) -> Plan:
+    """Reduce: shares of the sum go to the root's node, and there to the root."""
+    summed, own = _all_reduce(plan, nodes), _shares(nodes)[nodes.local_rank]
+    root = _node_of(root_rank, nodes)
+    is_root = nodes.ranks[nodes.node][nodes.local_rank] == root_rank
+
+    def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
+        elements = plan.layout.elements(own)
+        if not is_root:  # whose own tensor stays as it is
+            share = _buffer("share", plan.output.data, elements.stop - elements.start)
+            codec = _writing_to(codec, Window(share, elements.start))
+        _run_between_nodes("reduce", plan, nodes, transport, codec, own, counters, root=root)
+        if codec.bypass or nodes.node != root:
+            return
+        if is_root:
+            shares = zip(nodes.ranks[root], _shares(nodes))
+            receives = [(rank, plan.output[plan.layout.elements(each)]) for rank, each in shares if rank != root_rank]
+            exchange_in_node(nodes, transport, [], receives, counters)
+        else:
+            exchange_in_node(nodes, transport, [(root_rank, share)], [], counters)
+
+    return replace(summed, schedule=schedule)
 
 
 def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
@@ -104,7 +130,7 @@ def _all_gather(plan: Plan, nodes: Nodes) -> Plan:
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
         elements = plan.layout.elements(own)
         mine = _buffer("share", plan.output.data, elements.stop - elements.start)
-        own_codec = replace(codec, tensor=codec.tensor._replace(output=Window(mine, elements.start)))
+        own_codec = _writing_to(codec, Window(mine, elements.start))
         _run_between_nodes("all_gather_single", plan, nodes, transport, own_codec, own, counters)
         if codec.bypass:
             return
@@ -129,7 +155,7 @@ def _broadcast(plan: Plan, nodes: Nodes, root_rank: int, block: int) -> Plan:
     """
     layout = Layout.split(plan.layout.numel, nodes.size, plan.layout.frame_elements, block)
     own = range(nodes.local_rank, nodes.local_rank + 1)
-    root = next(node for node, ranks in enumerate(nodes.ranks) if root_rank in ranks)
+    root = _node_of(root_rank, nodes)
     at_root = nodes.node == root
 
     def shares_of(whole: Window) -> list[Tensor]:
@@ -158,6 +184,15 @@ def _shares(nodes: Nodes) -> list[range]:
 def _with_local_rank(nodes: Nodes, local_rank: int) -> list[int]:
     """The ranks with this local rank, one of each node."""
     return [ranks[local_rank] for ranks in nodes.ranks]
+
+
+def _node_of(rank: int, nodes: Nodes) -> int:
+    return next(node for node, ranks in enumerate(nodes.ranks) if rank in ranks)
+
+
+def _writing_to(codec: Codec, output: Window) -> Codec:
+    """The same codec with another output."""
+    return replace(codec, tensor=codec.tensor._replace(output=output))
 
 
 def _copy_to_rows(values: Tensor, by_rank: Tensor, ranks: list[int]) -> None:

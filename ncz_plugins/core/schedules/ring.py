@@ -1,7 +1,7 @@
 """Ring schedule: each rank sends frames to its right neighbor only.
 
 1. Reduce-scatter: in each of n - 1 hops a rank receives a frame, decodes it, adds its own values, encodes and sends.
-2. All-gather: finished frames travel around the ring unchanged.
+2. All-gather: finished frames travel around the ring unchanged. A reduce sends them as far as its root.
 
 Hops overlap, as each segment is cut into frames. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
 for clusters of workstations" (2009).
@@ -17,7 +17,7 @@ from ..transport.base import FrameStream, FrameTransport
 def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of this rank's segment to the output."""
     stream = _neighbors(transport, codec, transport.world_size - 1, counters)
-    for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=False):
+    for index, frame in _reduced(transport, codec, stream):
         codec.decode(transport.rank, index, frame)
     stream.finish()
 
@@ -36,9 +36,31 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of all segments to the output."""
     stream = _neighbors(transport, codec, 2 * (transport.world_size - 1), counters)
-    for index, frame in _reduced(transport, codec, stream, last_hop_is_sent=True):
+    for index, frame in _reduced(transport, codec, stream):
+        stream.exchange(frame)
         codec.decode(transport.rank, index, frame)
     _forward(transport, codec, stream)
+    stream.finish()
+
+
+def reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
+    """Decode the sum over ranks of all segments to the output of rank `root`."""
+    n, rank = transport.world_size, transport.rank
+    from_root = (rank - root) % n  # ranks on the way from the root to here, whose finished segments come by
+    behind = n - 1 if rank == root else from_root - 1
+    stream = _neighbors(transport, codec, n - 1 + behind, counters)
+    for index, frame in _reduced(transport, codec, stream):
+        if rank == root:
+            codec.decode(rank, index, frame)
+        else:
+            stream.send(frame)
+    for hop in range(1, behind + 1):
+        for index in range(codec.layout.frames):
+            frame = stream.receive()
+            if rank == root:
+                codec.decode((rank - hop) % n, index, frame)
+            else:
+                stream.send(frame)
     stream.finish()
 
 
@@ -64,21 +86,17 @@ def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counter
     return stream
 
 
-def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream, last_hop_is_sent: bool):
-    """Reduce-scatter: yield (index, frame) for each finished frame of this rank's own segment.
-
-    Args:
-        last_hop_is_sent: send finished frames on to the right neighbor, as an all-gather begins with.
-    """
+def _reduced(transport: FrameTransport, codec: TensorCodec, stream: FrameStream):
+    """Reduce-scatter: yield (index, frame) for each finished frame of this rank's own segment."""
     n, rank, frames = transport.world_size, transport.rank, codec.layout.frames
     for frame in codec.encode_each(((rank - 1) % n, index) for index in range(frames)):
         stream.exchange(frame)
     for hop in range(2, n + 1):
         received = ([stream.receive()] for _ in range(frames))
         for index, frame in enumerate(codec.sum_each((rank - hop) % n, received)):
-            if hop < n or last_hop_is_sent:
+            if hop < n:
                 stream.exchange(frame)
-            if hop == n:
+            else:
                 yield index, frame
 
 

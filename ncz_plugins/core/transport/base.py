@@ -155,6 +155,10 @@ class PlainCollectives(ABC):
             scale: factor for the result.
         """
 
+    def reduce(self, tensor: Tensor, root: int, op=dist.ReduceOp.SUM) -> Work:
+        """Replace `tensor` on rank `root` by the sum over ranks, or the result of another op. On others it stays."""
+        raise self._missing("reduce")
+
     def reduce_scatter_single(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
         """Write part `rank` of the sum of `input` over ranks to `output`, which has 1 / world_size of its elements."""
         raise self._missing("reduce_scatter_single")

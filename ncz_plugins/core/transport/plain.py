@@ -42,6 +42,15 @@ class TorchCollectives(PlainCollectives):
         work = self._track(self._group().allreduce([tensor], options))
         return work if divisor == 1 else _DividedWork(work, tensor, divisor)
 
+    def reduce(self, tensor: Tensor, root: int, op=dist.ReduceOp.SUM) -> Work:
+        options = dist.ReduceOptions()
+        options.reduceOp, divisor = self._without_average(op, tensor)
+        options.rootRank = root
+        if self._group().rank() != root and not tensor.is_cuda:  # gloo would leave sums of some ranks in it
+            tensor = tensor.clone()
+        work = self._track(self._group().reduce([tensor], options))
+        return work if divisor == 1 else _DividedWork(work, tensor, divisor)
+
     def reduce_scatter_single(self, output: Tensor, input: Tensor, op=dist.ReduceOp.SUM) -> Work:
         options = dist.ReduceScatterOptions()
         options.reduceOp, divisor = self._without_average(op, input)

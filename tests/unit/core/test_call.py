@@ -34,7 +34,13 @@ def test_calls_have_one_signature_only_if_ranks_tell_the_same_of_them():
 
 @pytest.mark.parametrize(
     ("collective", "sent"),
-    [("all_reduce", 1500), ("reduce_scatter_single", 750), ("all_gather_single", 3000), ("broadcast", 750)],
+    [
+        ("all_reduce", 1500),
+        ("reduce_scatter_single", 750),
+        ("all_gather_single", 3000),
+        ("broadcast", 750),
+        ("reduce", 750),
+    ],
 )
 def test_what_a_plain_collective_sends(collective, sent):
     assert plain_wire_bytes(collective, 1000, 4) == sent

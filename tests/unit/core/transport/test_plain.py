@@ -53,6 +53,18 @@ def test_reduce_scatter(op, expected):
     assert on_each_rank(body) == [[expected * 10**rank] * 2 for rank in range(WORLD)]
 
 
+@pytest.mark.parametrize(
+    ("op", "expected"), [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 2.0), (dist.ReduceOp.MAX, 3.0)]
+)
+def test_reduce_changes_nothing_but_on_its_root(op, expected):
+    def body(plain, rank):
+        tensor = torch.full((5,), rank + 1.0)
+        assert plain.reduce(tensor, 1, op).wait()
+        return tensor.tolist()
+
+    assert on_each_rank(body) == [[expected if rank == 1 else rank + 1.0] * 5 for rank in range(WORLD)]
+
+
 def test_all_gather():
     def body(plain, rank):
         output = torch.zeros(2 * WORLD, dtype=torch.int64)
