@@ -372,11 +372,12 @@ def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int]) -> Tens
 
 def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
     """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
-    # Where sizes differ, the rank that sends most decides for all.
+    # Where sizes differ, the rank that sends or gets most decides for all.
     if call.has_equal_sizes:
         require_same_call(call.collective, call.described, transport, ranks, call.counters)
     else:
-        most = int(_rows_of_all(call, transport, ranks).sum(1).max()) * call.pieces.row * call.input.itemsize
+        rows = _rows_of_all(call, transport, ranks)
+        most = int(torch.cat([rows.sum(0), rows.sum(1)]).max()) * call.pieces.row * call.input.itemsize
         if bypass := by_size(most, call.config, device.in_batches, transport.world_size):
             return bypass
     if call.config.quantizer.bits is not None:

@@ -32,8 +32,9 @@ def test_every_collective_is_right(group, collective):
     records = measured(replace(JOB, collective=collective), [data.noise])
     assert {r["peer"] for r in records} == set(JOB.peers) and len(records) == len(SIZES) * len(JOB.peers)
     for r in records:
-        assert r["op"] == ("sum" if collective in ("all_reduce", "reduce_scatter") else "none")
-        assert r["count"] == r["size"] // 4 // (1 if collective in ("all_reduce", "broadcast", "sendrecv") else 3)
+        assert r["op"] == ("sum" if collective in ("all_reduce", "reduce_scatter", "reduce") else "none")
+        has_no_parts = collective in ("all_reduce", "reduce", "broadcast", "sendrecv")
+        assert r["count"] == r["size"] // 4 // (1 if has_no_parts else 3)
         if r["size"] < 10_000 or r["peer"] != "ncz":
             assert r["error"] < 1e-3
         else:
@@ -60,26 +61,32 @@ def test_values_and_bounds_are_what_they_should_be(group, collective):
     """By an arithmetic of its own."""
     part, block = 10_000, 4096
     held = [data.values(data.noise, each, part * world_size).double() for each in range(world_size)]
-    if collective == "all_gather":
+    if collective in ("all_gather", "gather"):
         held = [x[:part] for x in held]
+    own, nothing = slice(rank * part, (rank + 1) * part), torch.empty(0, dtype=torch.float64)
     values = {
         "all_reduce": sum(held),
-        "reduce_scatter": sum(held)[rank * part : (rank + 1) * part],
+        "reduce_scatter": sum(held)[own],
+        "reduce": nothing if rank else sum(held),
         "all_gather": torch.cat(held),
+        "gather": nothing if rank else torch.cat(held),
         "broadcast": held[0],
-        "all_to_all": torch.cat([x[rank * part : (rank + 1) * part] for x in held]),
+        "scatter": held[0][own],
+        "all_to_all": torch.cat([x[own] for x in held]),
         "sendrecv": held[rank - 1],
     }[collective]
 
     def bounds(x, pieces) -> torch.Tensor:
         return torch.stack([b.square().mean().sqrt() for piece in x.chunk(pieces) for b in piece.split(block)]) / 8
 
-    if collective == "all_reduce":
+    if not len(values):
+        allowed = nothing
+    elif collective in ("all_reduce", "reduce"):
         allowed = torch.stack([bounds(x, 1) for x in held]).amax(0) * world_size
     elif collective == "reduce_scatter":
         allowed = torch.stack([bounds(x, world_size) for x in held]).amax(0).chunk(world_size)[rank] * world_size
     else:
-        allowed = bounds(values, 1 if collective in ("broadcast", "sendrecv") else world_size)
+        allowed = bounds(values, 1 if collective in ("broadcast", "scatter", "sendrecv") else world_size)
     answer = verify.exact(collective, held[rank].float(), QuantizerConfig(mode="rms", value=0.125, block=block))
     assert torch.allclose(answer.values, values) and torch.allclose(torch.from_numpy(answer.allowed), allowed)
 

@@ -41,8 +41,9 @@ ERRORS = {
     "lz4": EXACT,
 }
 PER_RANK = {"hivemind", "hivemind-quantile"}  # adds to the exact values of each rank, so that results differ
-PARTS = {"reduce_scatter", "all_to_all"}  # of which each rank passes a part for each rank
-DIFFER_BY_RANK = PARTS | {"sendrecv"}
+PARTS = {"reduce_scatter", "scatter", "all_to_all"}  # of which each rank passes a part for each rank
+TO_ROOT = {"reduce", "gather"}  # of which rank 0 alone gets a result
+DIFFER_BY_RANK = PARTS | TO_ROOT | {"sendrecv"}
 LARGE = -4  # runs from here on are of tensors that everyone compresses
 
 
@@ -65,7 +66,13 @@ def held(numel: int, seed: int) -> list[torch.Tensor]:
 @cache
 def exact(collective: str, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank should have in the end, of float64, and the norm of what goes into it."""
+    if collective in TO_ROOT:
+        values, scale = exact({"reduce": "all_reduce", "gather": "all_gather"}[collective], numel, seed)
+        return values if rank == 0 else values[:0], scale
     everyone = [one.double() for one in held(numel, seed)]
+    if collective == "scatter":
+        sent = everyone[0].chunk(world_size)[rank]
+        return sent, sent.norm()
     if collective in ("broadcast", "sendrecv"):  # a rank receives from the rank before
         sent = everyone[0 if collective == "broadcast" else rank - 1]
         return sent, sent.norm()
@@ -151,7 +158,8 @@ def test_every_result_is_as_exact_as_the_peer_can_be(ranks, name):
         pytest.skip(absent(name))
     least, most = ERRORS[name]
     for collective in CONTENDERS[name].collectives:
-        for found in ranks:
+        # Rank 0 alone gets a result, or keeps its own part as it is.
+        for found in ranks[:1] if collective in TO_ROOT else ranks[1:] if collective == "scatter" else ranks:
             errors = [error for error, _ in found[collective][name]["runs"]]
             assert len(errors) == 12
             assert max(errors) <= most, (collective, errors)
@@ -176,7 +184,7 @@ def test_power_sgd_is_exact_where_its_rank_suffices(ranks):
 def test_only_sums_and_averages_say_so(ranks):
     for collective in COLLECTIVES:
         ops = {received["op"] for received in ranks[0][collective].values()}
-        assert ops <= ({"sum", "avg"} if collective in ("all_reduce", "reduce_scatter") else {"none"})
+        assert ops <= ({"sum", "avg"} if collective in ("all_reduce", "reduce_scatter", "reduce") else {"none"})
 
 
 def test_ours_tells_what_it_did_and_the_others_nothing(ranks):

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ncz_plugins.cli.perf.contenders.exchange import ALL, Contender, Context, Exchange
+from ncz_plugins.cli.perf.contenders.exchange import Contender, Context, Exchange
 from ncz_plugins.core.errors import UnsupportedError
 
 from .needs import Needs
@@ -75,7 +75,8 @@ def _missing() -> str | None:
     return Needs("horovod", "horovod")()
 
 
+_SUMS = frozenset({"all_reduce", "reduce_scatter"})
 CONTENDERS = (
-    _contender("horovod", "Horovod, uncompressed", "none", ALL - {"sendrecv"}),
-    _contender("horovod-fp16", "Horovod with Compression.fp16", "fp16", frozenset({"all_reduce", "reduce_scatter"})),
+    _contender("horovod", "Horovod, uncompressed", "none", _SUMS | {"all_gather", "broadcast", "all_to_all"}),
+    _contender("horovod-fp16", "Horovod with Compression.fp16", "fp16", _SUMS),
 )

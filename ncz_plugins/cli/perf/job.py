@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "sendrecv")
+
+class Collective(NamedTuple):
+    """What a collective takes and gives.
+
+    Attributes:
+        bus_share: takes the number of ranks; returns the share of the data that a bandwidth-optimal collective moves
+            through each. As in nccl-tests, busbw is algbw times this.
+        parts: "input" if a rank passes its part and gets all of them, "output" if it gets one part of many, "both" if
+            it passes and gets many; "" if there are no parts.
+        is_sum: whether it adds.
+        to_root: whether rank 0 alone gets the result.
+    """
+
+    bus_share: Callable[[int], float]
+    parts: str = ""
+    is_sum: bool = False
+    to_root: bool = False
+
+
+def _all(ranks: int) -> float:
+    return 1.0
+
+
+def _of_others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+COLLECTIVES = {
+    "all_reduce": Collective(lambda ranks: 2 * (ranks - 1) / ranks, is_sum=True),
+    "reduce_scatter": Collective(_of_others, "output", is_sum=True),
+    "reduce": Collective(_all, is_sum=True, to_root=True),
+    "all_gather": Collective(_of_others, "input"),
+    "gather": Collective(_of_others, "input", to_root=True),
+    "broadcast": Collective(_all),
+    "scatter": Collective(_of_others, "output"),
+    "all_to_all": Collective(_of_others, "both"),
+    "sendrecv": Collective(_all),
+}
 
 # Data to send, besides files. Each rank has different values, which are the same in every run.
 DATA = {
@@ -25,7 +63,7 @@ class Job:
     """Job of all ranks, sent to them as JSON.
 
     Attributes:
-        collective: one of COLLECTIVES.
+        collective: a key of COLLECTIVES.
         sizes: bytes of the whole tensor, ascending.
         peers: keys of `contenders.CONTENDERS` in the order of their turns, including "plain" and "ncz".
         data: key of DATA, or path of an .npy file.

@@ -22,22 +22,11 @@ from . import verify
 from .contenders import CONTENDERS, Context, Exchange
 from .data import Source, values
 from .gather import gathered
-from .job import Job
+from .job import COLLECTIVES, Job
 from .network import namespace, sent_bytes
 
 SECONDS = 2.0  # for each contender and size, unless the minimum number of rounds takes longer
 _ROUNDS = range(5, 101)  # allowed numbers of rounds
-
-# Share of the data that a bandwidth-optimal collective over n ranks moves through each rank. As in nccl-tests, busbw is
-# algbw times this.
-_BUS_SHARES = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "all_to_all": lambda n: (n - 1) / n,
-    "sendrecv": lambda n: 1.0,
-}
 
 
 def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple[int, int]:
@@ -45,7 +34,7 @@ def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple
 
     The tensor is the larger one of input and output. nccl-tests counts elements of one rank's part if there are parts.
     """
-    if collective in ("all_reduce", "broadcast", "sendrecv"):
+    if not COLLECTIVES[collective].parts:
         count = max(1, size // itemsize)
         return count, count
     part = max(1, size // itemsize // ranks)
@@ -55,7 +44,7 @@ def elements(collective: str, size: int, ranks: int, itemsize: int = 4) -> tuple
 def bandwidths(collective: str, nbytes: int, ranks: int, seconds: float) -> tuple[float, float]:
     """algbw and busbw as in nccl-tests, in GB/s."""
     algbw = 1e-9 * nbytes / seconds
-    return algbw, algbw * _BUS_SHARES[collective](ranks)
+    return algbw, algbw * COLLECTIVES[collective].bus_share(ranks)
 
 
 @dataclass
@@ -104,6 +93,7 @@ class Measurement:
         self.quantizer = treatment.quantizer
         # The first rank of each network namespace counts its bytes.
         self.namespaces = gathered(namespace())
+        self._passes_a_part = COLLECTIVES[job.collective].parts == "input"
         self._counts_bytes = self.namespaces.index(self.namespaces[self.rank]) == self.rank
 
     def run(self) -> None:
@@ -111,7 +101,7 @@ class Measurement:
         job = self.job
         context = Context(self.config, dist.group.WORLD, self.ranks, self.rank, job.collective, job.role)
         whole, _ = elements(job.collective, job.sizes[-1], self.ranks, job.itemsize)
-        numel = whole // self.ranks if job.collective == "all_gather" else whole
+        numel = whole // self.ranks if self._passes_a_part else whole
         data = [values(source, self.rank, numel, getattr(torch, job.dtype)) for source in self._sources]
         with ExitStack() as opened:
             exchanges = {name: opened.enter_context(self.contenders[name].open(context)) for name in job.peers}
@@ -124,7 +114,7 @@ class Measurement:
         """Time all contenders at one size, and emit a record for each."""
         collective = self.job.collective
         numel, count = elements(collective, size, self.ranks, self.job.itemsize)
-        versions = [each[: count if collective == "all_gather" else numel] for each in data]
+        versions = [each[: count if self._passes_a_part else numel] for each in data]
 
         # Warm up, which also tells how many rounds fit.
         warm_up = [self._turn(exchange, versions[-1])[0] for exchange in exchanges.values()]

@@ -15,8 +15,7 @@ from ...core.codec.quantize import smallest_bound
 from ...core.config import QuantizerConfig
 from ...kernels.format import RATE_BLOCK
 from .contenders.collectives import of_torch, send_around
-
-SUMS = ("all_reduce", "reduce_scatter")
+from .job import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Answer:
     """Exact result on this rank, and the allowed errors.
 
     Attributes:
-        values: exact result, float64, 1-D.
+        values: exact result, float64, 1-D; empty on a rank that gets none.
         allowed: bound of each block, [blocks], float64; None if the quantizer is lossless.
         starts: first element of each block, [blocks].
     """
@@ -39,6 +38,8 @@ class Answer:
         Args:
             divisor: number by which `result` is smaller than the sum: the number of ranks for averages.
         """
+        if not len(self.starts):
+            return 0.0
         errors = np.maximum.reduceat((result.double() - self.values / divisor).abs().numpy(), self.starts)
         allowed = np.maximum(self.allowed / divisor, smallest_bound(torch.float32, divisor))
         return float((errors / allowed).max())
@@ -47,27 +48,24 @@ class Answer:
 def exact(collective: str, x: Tensor, quantizer: QuantizerConfig) -> Answer:
     """Exact result on this rank, whose input is `x`, 1-D. A collective: all ranks must call it."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    values = _exchanged(collective, x)
+    row, values = COLLECTIVES[collective], _exchanged(collective, x)
     # If each rank has a part, each part starts new blocks.
-    whole = collective in ("all_reduce", "broadcast", "sendrecv")
-    lengths = [x.numel()] if whole else [values.numel() // ranks] * ranks
-    if collective == "reduce_scatter":
-        lengths = [x.numel() // ranks] * ranks
+    lengths = [values.numel() // ranks] * ranks if row.parts else [values.numel()]
     layout = Layout.of(lengths, max(lengths))
     sizes = layout.block_lengths(quantizer.block_in_effect if quantizer.bits is None else RATE_BLOCK)
     starts = np.cumsum(sizes) - sizes
     # The allowed error: the bound of each block, of a sum once for each rank.
     allowed = None
     if quantizer.kind != "lossless":
-        measured = _measured((x if collective in SUMS else values).double().numpy(), starts, sizes, quantizer)
-        if collective in SUMS:
+        measured = _measured((x if row.is_sum else values).double().numpy(), starts, sizes, quantizer)
+        if row.is_sum:
             dist.all_reduce(measured, dist.ReduceOp.MAX)
-        allowed = _bound(quantizer) * measured.sum(0).numpy() * (ranks if collective in SUMS else 1)
-    # A rank of a reduce-scatter gets one part: cut values and blocks to it.
-    if collective == "reduce_scatter":
-        own = layout.segment(rank)
+        allowed = _bound(quantizer) * measured.sum(0).numpy() * (ranks if row.is_sum else 1)
+    # Cut values and blocks to what this rank gets: all, one part, or nothing.
+    if row.parts == "output" or (row.to_root and rank):
+        own = layout.segment(rank) if row.parts == "output" else slice(0, 0)
         values = values[own]
-        within = (starts + sizes > own.start) & (starts < own.stop)
+        within = (starts + sizes > own.start) & (starts < own.stop) & (own.start < own.stop)
         starts = np.maximum(starts[within] - own.start, 0)
         allowed = None if allowed is None else allowed[within]
     return Answer(values, allowed, starts)
@@ -77,7 +75,7 @@ def errors(result: Tensor, answer: Answer, divisor: float) -> tuple[float, float
     """Relative L2 error and largest absolute error over all ranks. A collective: all ranks must call it."""
     difference = result.double() - answer.values / divisor
     squares = torch.stack([difference.square().sum(), (answer.values / divisor).square().sum()])
-    largest = difference.abs().max()
+    largest = torch.cat([difference.abs(), difference.new_zeros(1)]).max()
     dist.all_reduce(squares)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     wrong, whole = squares.tolist()
@@ -93,11 +91,11 @@ def _bound(quantizer: QuantizerConfig) -> float:
 
 
 def _exchanged(collective: str, x: Tensor) -> Tensor:
-    """Exact result of the collective before a reduce-scatter cuts it into parts, float64."""
-    if collective in SUMS:
+    """Exact result of the collective, float64, with the parts and the result that only other ranks get."""
+    if COLLECTIVES[collective].is_sum:
         values = x.double()
         dist.all_reduce(values)
-    elif collective == "all_gather":
+    elif COLLECTIVES[collective].parts == "input":
         gathered = x.new_empty(x.numel() * dist.get_world_size())
         dist.all_gather(list(gathered.chunk(dist.get_world_size())), x)
         values = gathered.double()

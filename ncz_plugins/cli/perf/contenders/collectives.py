@@ -23,8 +23,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _COLLECTIVES = (
     "all_reduce",
     "reduce_scatter_single",
+    "reduce",
     "all_gather_single",
+    "gather",
     "broadcast",
+    "scatter",
     "all_to_all_single",
     "batch_isend_irecv",
 )
@@ -45,14 +48,18 @@ class Call(Exchange):
         self._collective = {
             "all_reduce": self._all_reduce,
             "reduce_scatter": self._reduce_scatter,
+            "reduce": self._reduce,
             "all_gather": self._all_gather,
+            "gather": self._gather,
             "broadcast": self._broadcast,
+            "scatter": self._scatter,
             "all_to_all": self._all_to_all,
             "sendrecv": self._sendrecv,
         }[context.collective]
 
     def load(self, tensor: Tensor) -> None:
-        in_place = self.context.collective in ("all_reduce", "broadcast") and self._dtype in (None, tensor.dtype)
+        is_overwritten = self.context.collective in ("all_reduce", "reduce", "broadcast")
+        in_place = is_overwritten and self._dtype in (None, tensor.dtype)
         self.tensor = self._buffer("whole", tensor.numel(), tensor).copy_(tensor) if in_place else tensor
 
     def run(self) -> Tensor:
@@ -71,15 +78,32 @@ class Call(Exchange):
         self._calls.reduce_scatter_single(part, self._cast("whole", tensor))
         return part
 
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        whole = self._cast("whole", tensor)
+        self._calls.reduce(whole, self.root)
+        return whole if self.is_root else whole[:0]
+
     def _all_gather(self, tensor: Tensor) -> Tensor:
         whole = self._buffer("whole", tensor.numel() * self.context.world_size, tensor)
         self._calls.all_gather_single(whole, self._cast("part", tensor))
         return whole
 
+    def _gather(self, tensor: Tensor) -> Tensor:
+        whole = self._buffer("whole", tensor.numel() * self.context.world_size if self.is_root else 0, tensor)
+        parts = list(whole.chunk(self.context.world_size)) if self.is_root else None
+        self._calls.gather(self._cast("part", tensor), parts, self.root)
+        return whole
+
     def _broadcast(self, tensor: Tensor) -> Tensor:
         whole = self._cast("whole", tensor)
-        self._calls.broadcast(whole, self.source)
+        self._calls.broadcast(whole, self.root)
         return whole
+
+    def _scatter(self, tensor: Tensor) -> Tensor:
+        part = self._buffer("part", tensor.numel() // self.context.world_size, tensor)
+        parts = list(self._cast("whole", tensor).chunk(self.context.world_size)) if self.is_root else None
+        self._calls.scatter(part, parts, self.root)
+        return part
 
     def _all_to_all(self, tensor: Tensor) -> Tensor:
         arrived = self._buffer("arrived", tensor.numel(), tensor)
@@ -150,8 +174,11 @@ def of_torch(group: dist.ProcessGroup) -> SimpleNamespace:
     return SimpleNamespace(
         all_reduce=partial(dist.all_reduce, group=group),
         reduce_scatter_single=partial(reduce_scatter_single, group=group),
+        reduce=partial(dist.reduce, group=group),
         all_gather_single=partial(all_gather_single, group=group),
+        gather=partial(dist.gather, group=group),
         broadcast=partial(dist.broadcast, group=group),
+        scatter=partial(dist.scatter, group=group),
         all_to_all_single=partial(dist.all_to_all_single, group=group),
         batch_isend_irecv=dist.batch_isend_irecv,
         group=group,

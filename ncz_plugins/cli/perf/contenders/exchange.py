@@ -16,7 +16,6 @@ from ....core.errors import UnsupportedError
 from .. import COLLECTIVES
 
 ALL = frozenset(COLLECTIVES)
-SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 T = TypeVar("T")
 
@@ -30,7 +29,7 @@ class Context:
         group: process group that takes part; None for the default group.
         world_size: number of ranks of the group.
         rank: rank in the group.
-        collective: one of COLLECTIVES.
+        collective: a key of COLLECTIVES.
         role: what the tensors are, if they are no gradients: "parameter" or "activation".
     """
 
@@ -65,28 +64,33 @@ class Exchange(ABC):
         tensor: tensor passed to `load`, or a copy that `run` may overwrite.
     """
 
-    summed = "sum"  # result of all_reduce and reduce_scatter: "sum" or "avg"
+    summed = "sum"  # result of a collective that adds: "sum" or "avg"
 
     def __init__(self, context: Context):
         self.context = context
 
     @property
-    def source(self) -> int:
-        """Global rank that a broadcast starts from: the first of the group."""
+    def root(self) -> int:
+        """Global rank of the root, where a broadcast starts and a gather ends: the first of the group."""
         return dist.get_global_rank(self.context.group, 0)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return self.context.rank == 0
 
     @property
     def op(self) -> str:
         """Reduction of the result: "sum" or "avg" over ranks, "none" if nothing is added."""
-        return self.summed if self.context.collective in SUMS else "none"
+        return self.summed if COLLECTIVES[self.context.collective].is_sum else "none"
 
     def load(self, tensor: Tensor) -> None:
         """Copy the input of the next run to where this contender needs it. Not timed: a training step leaves it there.
 
         Args:
-            tensor: float32, or bfloat16 for weights, [n], the same n on all ranks; not changed. For all_gather, the
-                part of the rank; for reduce_scatter and all_to_all, the whole with one part for each rank. broadcast
-                sends from rank 0 of the group; on other ranks only the size matters.
+            tensor: float32, or bfloat16 for weights, [n], the same n on all ranks; not changed. For all_gather and
+                gather, the part of the rank; for reduce_scatter, scatter and all_to_all, the whole with one part for
+                each rank. broadcast and scatter send from the root; on other ranks only the size matters.
         """
         self.tensor = tensor
 
@@ -94,8 +98,8 @@ class Exchange(ABC):
     def run(self) -> Tensor:
         """Run the collective; all ranks must call this. The first run of a size allocates buffers: don't time it.
 
-        Returns the result, 1-D, with the dtype of the input; valid until the next `load` or `run` of any exchange of
-        this context.
+        Returns the result, 1-D, with the dtype of the input, and empty on a rank that gets none; valid until the next
+        `load` or `run` of any exchange of this context.
         """
 
     def details(self) -> dict[str, Any]:

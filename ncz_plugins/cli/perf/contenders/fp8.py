@@ -1,7 +1,7 @@
 """Contender that sends 8-bit floats: E4M3 codes with a scale for each 128 values, around a plain collective.
 
 That is how DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and torchao send activations to experts. FP8 codes can't be
-added, so only collectives without a sum have this contender.
+added, so collectives with a sum lack this contender.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .collectives import of_torch, send_around
-from .exchange import ALL, SUMS, Contender, Context, Exchange
+from .exchange import Contender, Context, Exchange
 
 _BLOCK = 128  # values that share a scale
 _LARGEST = 448.0  # of E4M3
 _SCALE_BYTES = 4
 _BLOCK_BYTES = _BLOCK + _SCALE_BYTES
+_COLLECTIVES = frozenset({"all_gather", "broadcast", "all_to_all", "sendrecv"})
 
 
 class Fp8(Exchange):
@@ -27,12 +28,7 @@ class Fp8(Exchange):
     def __init__(self, context: Context):
         super().__init__(context)
         self._calls = of_torch(context.group)
-        self._collective = {
-            "all_gather": self._all_gather,
-            "broadcast": self._broadcast,
-            "all_to_all": self._all_to_all,
-            "sendrecv": self._sendrecv,
-        }[context.collective]
+        self._collective = getattr(self, f"_{context.collective}")
 
     def run(self) -> Tensor:
         return self._collective(self.tensor)
@@ -45,7 +41,7 @@ class Fp8(Exchange):
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         sent = self._encoded(tensor, 1)
-        self._calls.broadcast(sent, self.source)
+        self._calls.broadcast(sent, self.root)
         return self._decoded(sent, 1, tensor)
 
     def _all_to_all(self, tensor: Tensor) -> Tensor:
@@ -90,5 +86,5 @@ class Fp8(Exchange):
 
 
 CONTENDERS = (
-    Contender("fp8", "E4M3 with a float32 scale for each 128 values, torch.distributed, cast back", Fp8, ALL - SUMS),
+    Contender("fp8", "E4M3 with a float32 scale for each 128 values, torch.distributed, cast back", Fp8, _COLLECTIVES),
 )

@@ -12,10 +12,10 @@ from ncz_plugins.cli.perf.network import namespace, sent_bytes
 from ncz_plugins.core.config import QuantizerConfig
 
 
-@given(st.sampled_from(COLLECTIVES), st.integers(8, 1 << 30), st.integers(1, 9))
+@given(st.sampled_from(sorted(COLLECTIVES)), st.integers(8, 1 << 30), st.integers(1, 9))
 def test_elements_fill_the_size_as_far_as_parts_are_alike(collective, size, ranks):
     whole, count = elements(collective, size, ranks)
-    has_no_parts = collective in ("all_reduce", "broadcast", "sendrecv")
+    has_no_parts = collective in ("all_reduce", "reduce", "broadcast", "sendrecv")
     assert whole % ranks == 0 or has_no_parts
     assert count == (whole if has_no_parts else whole // ranks)
     assert count >= 1
@@ -29,8 +29,11 @@ def test_elements_fill_the_size_as_far_as_parts_are_alike(collective, size, rank
     [
         ("all_reduce", 3.0),
         ("reduce_scatter", 1.5),
+        ("reduce", 2.0),
         ("all_gather", 1.5),
+        ("gather", 1.5),
         ("broadcast", 2.0),
+        ("scatter", 1.5),
         ("all_to_all", 1.5),
         ("sendrecv", 2.0),
     ],
