@@ -34,8 +34,9 @@ SMALLER_BOUND = "set a smaller quantizer.value, for all tensors or by a policy f
 REMEDIES = {
     Bypass.ONE_RANK: "a group of one rank has nothing to send: compression needs 2 or more with the same parameters",
     Bypass.ROLE: "to compress tensors of this role, add the role to the setting roles",
-    Bypass.COLLECTIVE: 'the backend "ncz" compresses all_reduce and reduce_scatter_single, also coalesced, and '
-    "all_to_all_single, send and recv if roles has activation; all other collectives keep every bit",
+    Bypass.COLLECTIVE: 'the backend "ncz" compresses all_reduce, reduce and reduce_scatter, also coalesced; if roles '
+    "has activation also all_to_all, send, recv, and gather, scatter and all_gather with lists where the caller says "
+    "that role; all other collectives keep every bit",
     Bypass.POLICY: "a policy with action: skip matches these: `ncz check FILE --model SPEC` shows what policies match",
     Bypass.WARM_UP: "the first steps.warmup steps go plain; `ncz report --from` leaves them out",
     Bypass.DTYPE: "only floats of 16, 32 and 64 bits are compressed; with quantizer.mode: bits, only 16 and 32 bits",

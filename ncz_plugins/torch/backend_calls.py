@@ -26,7 +26,7 @@ from ..core.runtime.handle import Handle, Handles
 from ..core.runtime.statistics import Counters, Statistics
 from ..core.training.state import Training
 from . import private, roles
-from .strided import all_reduce, reduce_scatter
+from .strided import all_reduce, reduce, reduce_scatter, reduce_scatter_of_list
 from .work import HandleWork
 
 ENVIRONMENT = "NCZ_CONFIG"
@@ -88,6 +88,17 @@ class BackendCalls:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         return self._reduced(all_reduce, "allreduce_coalesced", tensors, (tensors,), opts)
 
+    def reduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
+        """Reduce one tensor over ranks, in place on one of them. Compressed if it is a gradient."""
+        opts = dist.ReduceOptions() if opts is None else opts
+        return self._reduced(partial(reduce, group_dst=opts.rootRank), "reduce", tensors, (tensors,), opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts=None) -> dist.Work:
+        """Reduce a list of tensors over ranks, and leave the rank's own in the one of `outputs`."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        tensors, arguments = list(_tensors_in(inputs)), (outputs, inputs)
+        return self._reduced(reduce_scatter_of_list, "reduce_scatter", tensors, arguments, opts, _by_sizes(tensors))
+
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
         """Reduce `input`, [ranks * elements of output], over ranks, and write this rank's share to `output`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -127,7 +138,8 @@ class BackendCalls:
         # What is no dense float with SUM or AVG can't be compressed, whatever it is.
         reason = by_op(op) or _by_tensors(inputs) or reason
         if reason is not None:
-            self._count("reduce_scatter_single" if "scatter" in method else "all_reduce", inputs, reason)
+            called = {"reduce": "reduce"}.get(method, "reduce_scatter_single" if "scatter" in method else "all_reduce")
+            self._count(called, inputs, reason)
             return self._forwarded(method, *arguments, opts)
 
         # Of the others the communicator compresses those whose role the settings list, and sees whether ranks differ.
@@ -251,8 +263,8 @@ _SEEMS = {"parameter": "a parameter", "activation": "an activation"}
 # Collectives without a sum: where what this rank contributes stands among the arguments, and how many times these bytes
 # are sent by a rank, on average, with n ranks. Torch's versions have different names, so some do not exist.
 _WITHOUT_SUM: dict[str, tuple[int, Callable[[int], float]]] = {
-    **dict.fromkeys(("broadcast", "reduce"), (0, lambda n: (n - 1) / n)),
-    **dict.fromkeys(("gather", "gather_single", "scatter", "reduce_scatter"), (1, lambda n: (n - 1) / n)),
+    "broadcast": (0, lambda n: (n - 1) / n),
+    **dict.fromkeys(("gather", "gather_single", "scatter"), (1, lambda n: (n - 1) / n)),
     **dict.fromkeys(("all_to_all_single", "alltoall_base", "alltoall"), (1, lambda n: (n - 1) / n)),
     **dict.fromkeys(("allgather", "allgather_coalesced"), (1, lambda n: n - 1)),
     **dict.fromkeys(("all_gather_single", "_allgather_base"), (1, lambda n: n - 1)),
@@ -265,6 +277,24 @@ _WITHOUT_SUM: dict[str, tuple[int, Callable[[int], float]]] = {
 def _all_to_all_single(communicator: Communicator, role: str, output, input, received=(), sent=(), *options) -> Handle:
     # Torch passes no split sizes where all pieces are equal.
     return communicator.all_to_all_single(output, input, received or None, sent or None, async_op=True, role=role)
+
+
+def _all_to_all(communicator: Communicator, role: str, outputs, inputs, *options) -> Handle:
+    return communicator.all_to_all(outputs, inputs, async_op=True, role=role)
+
+
+def _gather(communicator: Communicator, role: str, outputs, inputs, options) -> Handle:
+    how = {"async_op": True, "group_dst": options.rootRank, "role": role}
+    return communicator.gather(inputs[0], outputs[0] if outputs else None, **how)
+
+
+def _scatter(communicator: Communicator, role: str, outputs, inputs, options) -> Handle:
+    how = {"async_op": True, "group_src": options.rootRank, "role": role}
+    return communicator.scatter(outputs[0], inputs[0] if inputs else None, **how)
+
+
+def _all_gather(communicator: Communicator, role: str, outputs, inputs, *options) -> Handle:
+    return communicator.all_gather(outputs[0], inputs[0], async_op=True, role=role)
 
 
 def _send(communicator: Communicator, role: str, tensors, rank: int, tag: int) -> Handle:
@@ -285,10 +315,18 @@ def _recv_from_any(communicator: Communicator, role: str, tensors, tag: int) -> 
 # Those of them that a communicator can make, which then compresses the roles that the settings list.
 _EXCHANGES: dict[str, Callable[..., Handle]] = {
     **dict.fromkeys(("all_to_all_single", "alltoall_base"), _all_to_all_single),
+    "alltoall": _all_to_all,
+    "gather": _gather,
+    "scatter": _scatter,
+    "allgather": _all_gather,
     "send": _send,
     "recv": _recv,
     "recv_anysource": _recv_from_any,
 }
+
+# Those by which checkpoints and sharded models move weights, whatever the group: taken for weights unless the caller
+# says otherwise.
+_OF_WEIGHTS = frozenset({"gather", "scatter", "allgather"})
 
 
 def _without_sum(name: str):
@@ -298,12 +336,18 @@ def _without_sum(name: str):
     a Python class with the interpreter locked, and gloo's threads need that lock to free tensors: a deadlock.
     """
     (place, times), exchange = _WITHOUT_SUM[name], _EXCHANGES.get(name)
+    of_weights = name in _OF_WEIGHTS
 
     def method(self, *args, **kwargs):
-        tensors = list(_tensors_in([*args, *kwargs.values()][place]))
-        reason = Bypass.COLLECTIVE if exchange is None else self._by_exchange(tensors)
+        given = [*args, *kwargs.values()]
+        tensors, reason = list(_tensors_in(given[place])), Bypass.COLLECTIVE
+        if exchange is not None and (self._exchanges or not of_weights):
+            # A rank that scatters nothing has what it gets.
+            reason = self._by_exchange(tensors or list(_tensors_in(given[0])))
+        if name == "allgather":
+            reason = reason or _by_sizes(list(_tensors_in(given[0])))
         if reason is None:
-            role = self._role_of_exchanged(tensors)
+            role = roles.said() or "parameter" if of_weights else self._role_of_exchanged(tensors)
             return self._work(exchange(self._connected(), role, *args, **kwargs), role)
         nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_sparse)
         self._count_bytes(nbytes, int(nbytes * times(self.size())), reason)
@@ -331,6 +375,11 @@ def _by_tensors(tensors: Sequence[Tensor]) -> Bypass | None:
     if not all(tensor.layout is torch.strided for tensor in tensors):
         return Bypass.SPARSE
     return None if tensors and all(tensor.is_floating_point() for tensor in tensors) else Bypass.DTYPE
+
+
+def _by_sizes(tensors: Sequence[Tensor]) -> Bypass | None:
+    """The reason to go plain if the tensors of a list differ in size, which NCCL alone allows."""
+    return Bypass.COLLECTIVE if len({tensor.numel() for tensor in tensors}) > 1 else None
 
 
 def _tensors_in(value) -> Iterator[Tensor]:

@@ -74,7 +74,7 @@ def _passed_on(future: Future, handle: Handle, around: Callable[[], AbstractCont
     passed_on = handle._new_future()
 
     def complete(done: Future) -> None:
-        with around(), _on_unused_stream(handle.outputs[0].device):  # `value` makes the current CUDA stream wait
+        with around(), _on_unused_stream(handle.outputs):  # `value` makes the current CUDA stream wait
             try:
                 passed_on.set_result(done.value())
             except Exception as error:

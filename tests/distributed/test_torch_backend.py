@@ -203,7 +203,7 @@ def test_other_collectives_are_exact_and_counted(group):
     assert objects == [0, 1, 2, 3]
     dist.barrier(group)
     total = ours(group).stats.total
-    assert counted(group) == {"compressed": 0, "role not enabled": 2} and ours(group).communicator is None
+    assert counted(group) == {"compressed": 0, "role not enabled": 4 if rank > 1 else 6}
     assert total.wire_bytes == total.plain_bytes == sum(total.bypassed_bytes.values())
     assert total.wire_bytes > 5 * values.nbytes
 
@@ -530,6 +530,62 @@ def test_exchanges_are_compressed_if_the_settings_list_activations(group):
     dist.all_to_all_single(result := torch.empty(100_000), nn.Parameter(values), group=other)
     assert torch.equal(result.view(4, -1), by_rank.view(4, 4, -1)[:, rank])
     assert counted(other) == {"compressed": 4, "dtype": 1, "role not enabled": 2}
+
+
+@in_backend
+def test_sums_by_reduce_and_of_lists_are_compressed_in_a_backward_pass(group):
+    def reduced(gradient):
+        dist.reduce(result := gradient.clone(), 1, group=group)
+        return result
+
+    def scattered(gradient):
+        dist.reduce_scatter(result := torch.empty(25_000), list(gradient.chunk(4)), dist.ReduceOp.AVG, group=group)
+        return result
+
+    result = in_backward(reduced, values)
+    assert is_lossy(result, exact) if rank == 1 else torch.equal(result, values)
+    assert is_lossy(4 * in_backward(scattered, values), exact.view(4, -1)[rank])
+    assert is_exact(reduced(values), exact) if rank == 1 else torch.equal(reduced(values), values)
+    with role("gradient"):
+        dist.reduce(strided := values.clone().view(200, 500)[:, ::2], 3, group=group)
+        assert rank != 3 or is_lossy(strided, exact.view(200, 500)[:, ::2])
+        dist.reduce(largest := values.clone(), 0, dist.ReduceOp.MAX, group=group)
+    assert rank or torch.equal(largest, by_rank.amax(0))
+    assert counted(group) == {"compressed": 3, "role not enabled": 1, "reduce op": 1}
+
+
+@in_backend
+def test_lists_are_exchanged_as_activations_and_gathered_as_weights(group):
+    other = group_for_activations()
+    received = [torch.empty(10 * sent[rank]) for sent in SENT]
+    work = dist.all_to_all(
+        received, [rows.flatten() for rows in ROWS[rank].split(SENT[rank])], group=other, async_op=True
+    )
+    work.get_future().wait()
+    assert is_close(torch.cat(received), ARRIVING.flatten())
+    assert counted(other) == {"compressed": 1}
+
+    def gathered_and_scattered() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        lists, one, everyone = [torch.empty_like(values) for _ in range(4)], torch.empty_like(values), by_rank.clone()
+        dist.gather(values, lists if rank == 2 else None, dst=2, group=other, async_op=True).get_future().wait()
+        found = list(zip(lists, everyone))[:2] if rank == 2 else []
+        dist.scatter(one, list(everyone) if rank == 3 else None, src=3, group=other)
+        found += [(one, values)] if rank < 3 else []
+        dist.all_gather(all_of := [torch.empty_like(values) for _ in range(4)], values, group=other)
+        return [*found, (torch.stack(all_of), everyone)]
+
+    assert all(torch.equal(*each) for each in gathered_and_scattered())
+    assert counted(other) == {"compressed": 1, "role not enabled": 3}
+    with role("activation"):
+        assert all(is_close(*each) for each in gathered_and_scattered())
+    assert counted(other) == {"compressed": 4, "role not enabled": 3}
+    # What goes plain at once on all ranks: integers. Roles that differ are told.
+    dist.scatter(number := torch.zeros(1), [torch.ones(1)] * 4 if rank == 0 else None, group=other)
+    dist.gather(torch.arange(5), [torch.empty(5, dtype=torch.int64)] * 4 if rank == 0 else None, group=other)
+    assert number == 1 and counted(other)["dtype"] == 1
+    with role("activation" if rank == 1 else "parameter"):
+        failed = attempt(lambda: dist.gather(values, [values.clone()] * 4 if rank == 0 else None, group=other))
+    assert failed["error"] == "MismatchError" and "role" in failed["message"], failed
 
 
 @in_backend

@@ -101,7 +101,7 @@ class Handles(Handle):
         future = self._new_future()  # not that of collect_all, which makes no CUDA stream wait
 
         def complete(done: Future) -> None:
-            with _on_unused_stream(self.outputs[0].device):  # `value` makes the current CUDA stream wait
+            with _on_unused_stream(self.outputs):  # `value` makes the current CUDA stream wait
                 try:
                     for each in done.value():
                         each.value()  # raises the error of this collective
@@ -115,12 +115,12 @@ class Handles(Handle):
 
 
 @contextmanager
-def _on_unused_stream(device: torch.device) -> Iterator[None]:
-    """A context in which a GPU's current CUDA stream is a new one. On a CPU it does nothing."""
-    if device.type != "cuda":
+def _on_unused_stream(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which the current CUDA stream of these tensors' GPU is a new one. On a CPU it does nothing."""
+    if not outputs or not outputs[0].is_cuda:
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.device(outputs[0].device), torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):
         yield
 
 
