@@ -184,7 +184,9 @@ class _Message(NamedTuple):
             raise ValueError(f"{self.what}: tag must be a number from 0 to {_MOST_TAG}, got {self.tag!r}")
         require_tensor(self.tensor)
         whole = ordinary(self.tensor).detach().view(-1)
-        nothing, rows, none = whole[:0], (0, whole.numel()), (0, 0)
+        # Memory of its own: to write to no elements of a tensor is a change of it for autograd, too.
+        nothing = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        rows, none = (0, whole.numel()), (0, 0)
         if self.is_send:
             memory, pieces = (whole, nothing), Pieces(rows, none, 1, _SOURCE)
         else:
