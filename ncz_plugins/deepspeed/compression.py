@@ -37,6 +37,8 @@ class GradientCompression:
     Attributes:
         config: effective settings.
         training: state that lasts from step to step. A step is an optimizer step.
+        stages: communicator of the stages of a pipeline that hold one replica of the model. None: the engine has no
+            pipeline, or `roles` lacks "activation".
     """
 
     def __init__(self, config: Config):
@@ -44,6 +46,7 @@ class GradientCompression:
         self.training = Training(config)
         # The ranks are the key: DeepSpeed passes different group objects for the same ranks.
         self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self.stages: Communicator | None = None
         self._baselines: dict[int, Baseline] = {}
         self._by_parameter = bool(config.policies) or config.quantizer.feeds_back
 

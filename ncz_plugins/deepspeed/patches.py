@@ -14,7 +14,8 @@ engine.py, gradients.py, weights.py and exchanges.py hold the replacements. Trie
     deepspeed.comm         comm.cdb, TorchBackend._reduce_op
     parameters             runtime.utils.is_model_parallel_parameter, moe.utils.is_moe_param,
                            utils.bwc.bwc_tensor_model_parallel_world_size
-    pipelines              PipelineEngine._INSTRUCTION_MAP, PipelineModule.tied_comms
+    pipelines              PipelineEngine._INSTRUCTION_MAP, grid, has_attention_mask, has_bool_tensors;
+                           PipelineModule.tied_comms
     torch                  torch._C._current_graph_task_id
 """
 
@@ -24,7 +25,6 @@ import functools
 from importlib import import_module
 
 import deepspeed
-from deepspeed.runtime.pipe import schedule
 from packaging.version import Version
 
 from ..core.errors import UnsupportedError
@@ -38,6 +38,7 @@ _BF16 = "deepspeed.runtime.bf16_optimizer"
 _STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 _PIPELINE = "deepspeed.runtime.pipe.engine"
+_MESSAGES = ("send_activations", "recv_activations", "send_grads", "recv_grads")
 
 # By class: a function that lists the gradients that may be reduced now, with their parameters' names, and the methods
 # that reduce gradients. Every collective inside these methods carries exactly the gradients that the method's first
@@ -98,6 +99,7 @@ def install() -> None:
     stages_1_and_2 = _lookup(_STAGES_1_AND_2, "DeepSpeedZeroOptimizer")
     stage_3 = _lookup(_STAGE_3, "DeepSpeedZeroOptimizer_Stage3")
     coordinator = _lookup("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+    pipeline = _lookup(_PIPELINE, "PipelineEngine")
     in_groups, by_parameter = (
         functools.partial(weights.mark_gathers, how) for how in (weights.in_groups, weights.by_parameter)
     )
@@ -119,6 +121,8 @@ def install() -> None:
         (backend, "all_gather_into_tensor", gradients.counted_all_gather_into_tensor),
         (backend, "all_gather_into_tensor", weights.gather_parameters),
         (backend, "all_to_all_single", exchanges.compressed_all_to_all),
+        (backend, "send", exchanges.compressed_send),
+        (backend, "recv", exchanges.compressed_recv),
         # The optimizer's module imported the function by name, so replace it there.
         (import_module(_STAGE_3), "reduce_scatter_coalesced", gradients.group_by_settings),
         (import_module(_STAGES_1_AND_2), "all_gather_dp_groups", weights.gather_changes),
@@ -130,6 +134,9 @@ def install() -> None:
         (stage_3, "_post_step", by_parameter),
         (engine_class, "__init__", engine.configure_engine),
         (engine_class, "forward", exchanges.mark_exchanges),
+        (pipeline, "__init__", exchanges.connect_stages),
+        (pipeline, "set_has_attention_mask", exchanges.checked_mask),
+        *((pipeline, f"_exec_{what}", exchanges.mark_messages) for what in _MESSAGES),
         (engine_class, "_take_model_step", engine.end_step),
         (engine_class, "save_checkpoint", engine.save_compression),
         (engine_class, "_load_checkpoint", engine.load_compression),
@@ -142,8 +149,8 @@ def install() -> None:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(wrapper(original)))
     # A pipeline's engine looks its methods up in a table.
-    pipeline = _lookup(_PIPELINE, "PipelineEngine")
-    pipeline._INSTRUCTION_MAP[schedule.ReduceTiedGrads] = pipeline._exec_reduce_tied_grads
+    for instruction, method in pipeline._INSTRUCTION_MAP.items():
+        pipeline._INSTRUCTION_MAP[instruction] = getattr(pipeline, method.__name__)
     setattr(engine_class, engine.ATTRIBUTE, None)
 
 

@@ -37,7 +37,7 @@ def schedule_of(group: dist.ProcessGroup, name: str, stages_per_rank: int):
     modules, stages = [], []
     for number in range(rank, world_size * stages_per_rank, world_size):
         torch.manual_seed(number)
-        modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+        modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
         count = world_size * stages_per_rank
         stages.append(PipelineStage(modules[-1], number, count, torch.device("cpu"), group=group))
     its_stages = stages if stages_per_rank > 1 else stages[0]

@@ -204,6 +204,7 @@ def test_other_collectives_are_exact_and_counted(group):
     dist.barrier(group)
     total = ours(group).stats.total
     assert counted(group) == {"compressed": 0, "role not enabled": 4 if rank > 1 else 6}
+    assert ours(group).communicator is None
     assert total.wire_bytes == total.plain_bytes == sum(total.bypassed_bytes.values())
     assert total.wire_bytes > 5 * values.nbytes
 
@@ -600,6 +601,63 @@ def test_ranks_whose_exchanges_differ_are_told(group):
     given, other = (output, ROWS[rank][:1000], rows, sent[rank]), group_for_activations()
     failed = attempt(lambda: dist.all_to_all_single(*given, group=other))
     assert "rank 1 sends 100 rows to rank 3, which expects 2000" in failed["message"], failed
+
+
+@in_backend
+def test_messages_are_compressed_if_the_settings_list_activations(group):
+    other = group_for_activations()
+    # Ranks 0 and 1 give each other what ranks 2 and 3 know nothing of. Integers come first, as shapes do.
+    peer = rank ^ 1
+    if rank < 2:
+        received, count = torch.empty(100_000), torch.tensor([rank])
+        operations = [
+            dist.P2POp(of, each, group=other, group_peer=peer)
+            for of, each in ((dist.isend, count.clone()), (dist.irecv, count), (dist.isend, values))
+        ]
+        for work in dist.batch_isend_irecv([*operations, dist.P2POp(dist.irecv, received, group=other, group_peer=peer)]):
+            work.wait()
+        assert is_close(received, by_rank[peer]) and count == peer
+        # Messages in one direction arrive in their order, in whatever order they are waited for.
+        if rank == 0:
+            dist.send(values[:50_000], group=other, group_dst=1)
+            dist.send(values[50_000:], group=other, group_dst=1)
+        else:
+            halves = [torch.empty(50_000) for _ in range(2)]
+            works = [dist.irecv(half, group=other, group_src=0) for half in halves]
+            assert [work.wait() for work in reversed(works)] == [True, True]
+            assert is_close(torch.cat(halves), by_rank[0])
+        assert counted(other) == {"compressed": 4, "dtype": 2}
+        total = ours(other).stats.total
+        sent = (values.nbytes * 2, values.nbytes)[rank]
+        assert total.plain_bytes_by_role == {"activation": sent}
+        assert total.wire_bytes_by_role["activation"] < sent / 2
+
+        # Roles that the settings don't list, and what is small, keep every bit.
+        for given, few in ((values, "parameter"), (values[:100], "activation")):
+            with role(few):
+                works = [dist.isend(given, group=other, group_dst=peer)]
+                works.append(dist.irecv(received[: given.numel()], group=other, group_src=peer))
+            assert all(work.wait() for work in works)
+            assert torch.equal(received[: given.numel()], by_rank[peer][: given.numel()])
+        assert counted(other) == {"compressed": 4, "dtype": 2, "role not enabled": 2, "too small": 2}
+    else:
+        assert ours(other).stats.total.calls == 0
+    raises(UnsupportedError, lambda: dist.irecv(torch.empty(5), group=other), "src must be given", "roles")
+
+
+@in_backend
+def test_ranks_whose_messages_differ_are_told(group):
+    if rank > 1:
+        group_for_activations(), group_for_activations()
+        return
+    move = dist.send if rank == 0 else dist.recv
+    other = group_for_activations()
+    with role("parameter" if rank else "activation"):
+        failed = attempt(lambda: move(values.clone(), 1 - rank, group=other))
+    assert failed["error"] == "MismatchError" and "role" in failed["message"], failed
+    other = group_for_activations()
+    failed = attempt(lambda: move(values[: 40 if rank else 38].clone(), 1 - rank, group=other))
+    assert "rank 0 sends 38 elements to rank 1, which expects 40" in failed["message"], failed
 
 
 @in_backend
