@@ -610,11 +610,9 @@ def test_messages_are_compressed_if_the_settings_list_activations(group):
     peer = rank ^ 1
     if rank < 2:
         received, count = torch.empty(100_000), torch.tensor([rank])
-        operations = [
-            dist.P2POp(of, each, group=other, group_peer=peer)
-            for of, each in ((dist.isend, count.clone()), (dist.irecv, count), (dist.isend, values))
-        ]
-        for work in dist.batch_isend_irecv([*operations, dist.P2POp(dist.irecv, received, group=other, group_peer=peer)]):
+        messages = (dist.isend, count.clone()), (dist.irecv, count), (dist.isend, values), (dist.irecv, received)
+        operations = [dist.P2POp(of, tensor, group=other, group_peer=peer) for of, tensor in messages]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
         assert is_close(received, by_rank[peer]) and count == peer
         # Messages in one direction arrive in their order, in whatever order they are waited for.

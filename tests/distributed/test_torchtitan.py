@@ -32,6 +32,7 @@ WITH_FEEDBACK = SMALL + "quantizer: {kind: stochastic, error_feedback: true}\n"
 REPLICAS, SHARDS = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
 TENSOR_PARALLEL = "--parallelism.tensor_parallel_degree"
 EXPERTS = SHARDS, "2", "--parallelism.expert_parallel_degree", "2", "--training.disable_cuda_graphs"
+STAGES = "--parallelism.pipeline_parallel_degree", "2", "--training.disable_cuda_graphs", "--compression", "none"
 WITH_ACTIVATIONS = SMALL + "roles: [gradient, activation]\n"
 LLAMA = "--module", "train_torchtitan", "--config", "llama3_debugmodel", "--validator.no-enable"
 DEEPSEEK = "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"
@@ -142,6 +143,12 @@ def trained_by_backend(folder: str, *options: str) -> dict:
     return trained(folder, *options)
 
 
+def trained_stages(backend: str, folder: str) -> dict:
+    """Train the small Llama with one layer on each of two ranks."""
+    dist.Backend.default_device_backend_map["cpu"] = backend
+    return trained(folder, *STAGES)
+
+
 def trained_experts(backend: str, folder: str, *options: str) -> dict:
     """Train torchtitan's small DeepSeek-V3, one layer of experts among its two."""
     dist.Backend.default_device_backend_map["cpu"] = backend
@@ -215,21 +222,38 @@ def test_tensor_parallelism_by_either_door(inputs):
         assert activations["compressed"] == 0 and activations["bypasses"]["role not enabled"] > STEPS
 
 
-def test_tokens_of_experts_are_compressed_where_roles_list_activations(inputs):
-    def seen(backend: str, settings: str, *options: str) -> list[dict]:
-        how = HOW | {"environment": HOW["environment"] | {"NCZ_CONFIG": f"{inputs}/{settings}.yaml"}}
-        folder = inputs / f"{backend}-{settings}"
-        folder.mkdir()
-        return on_ranks(2, trained_experts, folder, backend, str(inputs), *options, **how)
+def by_backend(inputs: Path, backend: str, settings: str, scenario, *options: str) -> list[dict]:
+    """What two ranks have seen of a training whose groups have this backend."""
+    how = HOW | {"environment": HOW["environment"] | {"NCZ_CONFIG": f"{inputs}/{settings}.yaml"}}
+    folder = inputs / f"{scenario.__name__}-{backend}-{settings}"
+    folder.mkdir()
+    return on_ranks(2, scenario, folder, backend, str(inputs), *options, **how)
 
+
+def test_tokens_of_experts_are_compressed_where_roles_list_activations(inputs):
     functional = "--parallelism.spmd_backend", "partial_dtensor"  # gloo has no all_to_all of uneven lists
-    expected = seen("gloo", "small", *functional)[0]["losses"]
+    expected = by_backend(inputs, "gloo", "small", trained_experts, *functional)[0]["losses"]
     assert len(expected) == STEPS and expected[-1] < expected[0] - 0.5
     for settings in ("small", "activations"):
-        for each in seen("ncz", settings, *functional):
+        for each in by_backend(inputs, "ncz", settings, trained_experts, *functional):
             assert each["losses"] == pytest.approx(expected, rel=0.01) and each["losses"] != expected
             plain_bytes, sent = each["counted"]["ep"]["activations"]
             assert (0 < sent < plain_bytes / 2) if settings == "activations" else sent == 0
+
+
+def test_messages_of_stages_are_compressed_where_roles_list_activations(inputs):
+    first, last = by_backend(inputs, "gloo", "small", trained_stages)
+    assert len(last["losses"]) == STEPS and last["losses"][-1] < last["losses"][0] - 0.5
+    for each, plain_run in zip(by_backend(inputs, "ncz", "small", trained_stages), (first, last)):
+        assert (each["losses"], each["weights"]) == (plain_run["losses"], plain_run["weights"])
+        assert each["counted"]["pp"]["activations"] == [0, 0]
+    compressed = by_backend(inputs, "ncz", "activations", trained_stages)
+    assert (
+        compressed[1]["losses"] == pytest.approx(last["losses"], rel=0.03) and compressed[1]["losses"] != last["losses"]
+    )
+    for each in compressed:
+        plain_bytes, sent = each["counted"]["pp"]["activations"]
+        assert 0 < sent < plain_bytes / 2 and each["weights"] not in (first["weights"], last["weights"])
 
 
 # ------------------------------------------------------------------ what trainings read
