@@ -68,6 +68,28 @@ def test_pieces_have_the_bits_of_the_cpu(group, quantizer):
 
 
 @ranks(3, gpu=True)
+@pytest.mark.parametrize("quantizer", [{}, {"kind": "lossless"}, {"mode": "bits", "value": 4}], ids=str)
+def test_lists_have_the_bits_of_the_cpu(group, quantizer):
+    sizes, last, results = [100_000 + 777 * each for each in range(world_size)], world_size - 1, []
+    for where in (device, torch.device("cpu")):
+        with Communicator(SIZES | {"quantizer": quantizer}, group) as communicator:
+            pieces = [values(rank, size, seed=to).to(where) for to, size in enumerate(sizes)]
+            mine = pieces[0][: sizes[0]]
+            lists = [[torch.empty_like(each) for each in pieces] for _ in range(2)]
+            swapped = [torch.empty(sizes[rank], device=where) for _ in sizes]
+            handles = [communicator.all_to_all(swapped, pieces, async_op=True)]
+            handles.append(communicator.gather(pieces[rank], lists[0] if rank == last else None, last, async_op=True))
+            handles.append(communicator.scatter(lists[1][rank], pieces if rank == last else None, last, async_op=True))
+            handles.append(communicator.reduce(mine, last, async_op=True))
+            for handle in handles:
+                handle.wait()
+            came = [*swapped, lists[1][rank], mine, *(lists[0] if rank == last else [])]
+            results.append([digest(each.cpu()) for each in came])
+            assert communicator.stats.total.compressed_calls == 4, communicator.stats.total
+    assert results[0] == results[1]
+
+
+@ranks(3, gpu=True)
 def test_nan_and_infinity_come_through_and_the_next_call_is_compressed_again(group):
     with Communicator(SIZES, group) as communicator:
         for poison in (float("nan"), float("inf")):

@@ -1,10 +1,15 @@
 """Lists of tensors: all_to_all, gather, scatter, all_gather and reduce_scatter, on real ranks."""
 
+import os
+import signal
+import time
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import PATIENCE, raises, rank, same_on_all_ranks, values, world_size
-from scenarios import ranks
+from on_rank import PATIENCE, attempt, leave_alone, raises, rank, same_on_all_ranks, start, values, world_size
+from scenarios import ranks, report, run_ranks
 
 from ncz_plugins import Communicator, MismatchError, UnsupportedError
 
@@ -378,3 +383,54 @@ def test_calls_take_effect_in_order(group):
             for handle in reversed(handles):
                 handle.wait()
             assert rank == 1 or all(each.unique().tolist() == [3.0] for each in gathered)
+
+
+# ------------------------------------------------------------------ a rank that is lost
+
+SILENT, LONG, SOON = (
+    2.0,
+    120.0,
+    60.0,
+)  # seconds: time-outs of a silent and of a dead peer, and what ends before the latter
+
+
+def listed(communicator: Communicator, collective: str) -> None:
+    own, several = values(rank, 50_000), [values(rank, 50_000, seed=to) for to in range(world_size)]
+    match collective:
+        case "all_to_all":
+            communicator.all_to_all(empty(several, True), several)
+        case "reduce":
+            communicator.reduce(own, 0)
+        case _:
+            getattr(communicator, collective)(own, several if rank == 0 else None)
+
+
+CALLS = ("all_to_all", "gather", "scatter", "reduce")
+
+
+def lose_the_last_rank() -> None:
+    """It is silent first, and then dead."""
+    start()
+    opened = {}
+    for case, seconds in (("silent", SILENT), ("dead", LONG)):
+        for collective in CALLS:
+            transport = {"min_bytes": 0, "timeout_seconds": seconds}
+            communicator = opened[f"{case}, {collective}"] = Communicator(CONFIG | {"transport": transport})
+            listed(communicator, collective)
+    if rank == last:
+        time.sleep(2 * SILENT * len(CALLS))
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = {}
+    for case, communicator in opened.items():
+        collective = case.rpartition(" ")[2]
+        found[case] = [attempt(partial(listed, communicator, collective)) for _ in range(2)]
+    leave_alone(found)
+
+
+def test_a_silent_or_dead_rank_is_noticed(tmp_path):
+    finished = run_ranks(3, lose_the_last_rank, tmp_path)
+    for each in finished[:2]:
+        assert each.result is not None and len(each.result) == 2 * len(CALLS), report(finished)
+        for first, second in each.result.values():
+            assert first["error"] == second["error"] == "PeerError" and "look at its log" in first["message"], first
+            assert first["seconds"] < SOON and second["seconds"] < 1, (first, second)

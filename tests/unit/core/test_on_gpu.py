@@ -92,6 +92,37 @@ def test_plain_and_compressed_calls_in_turns(config, async_op):
         assert (ours - exact).abs().max() < (0.1 if ours.numel() > 1000 else 1e-6)
 
 
+@pytest.mark.parametrize("role", [None, "activation"])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("root", [0, 1])
+def test_tensors_of_lists_are_there_once_a_call_was_waited_for(role, async_op, root):
+    """At a fixed rate or plain, in turns. A rank that is not the root gets nothing."""
+    sizes = [10_000 + 700 * each for each in range(3)]
+
+    def body(communicator):
+        calls, rank, nothing = calls_of(communicator), communicator.rank, torch.empty(0)
+        gathered = [torch.empty(size) for size in sizes] if rank == root else [nothing] * 3
+        for _ in range(2):
+            mine = values(rank, sizes[rank])
+            call = communicator._exchange(
+                "gather", [mine if at == root else nothing for at in range(3)], gathered, role, None, root
+            )
+            calls.decide(call)
+            handle = calls.begin(call, async_op)
+            if async_op:
+                outputs = gathered if rank == root else []
+                assert handle.giving(*outputs).get_future().wait() == outputs
+        total = communicator.stats.total
+        assert (total.compressed_calls, total.bypasses) == ((2, {}) if role is None else (0, {"role not enabled": 2}))
+        return gathered
+
+    gathered = play_communicators(3, FIXED_RATE, body)[root]
+    for source, found in enumerate(gathered):
+        exact = values(source, sizes[source])
+        assert (found - exact).abs().max() < 0.05
+        assert torch.equal(found, exact) == (role is not None or source == root)
+
+
 def test_a_plain_call_that_differs_is_told_with_the_next_compared_one():
     def body(communicator):
         calls = calls_of(communicator)
