@@ -303,7 +303,8 @@ class Plan:
         measured: segments of `source` that count in the agreement on quantization steps.
         schedule: moves frames; takes the transport, the codec and the counters.
         pieces: layout of what comes from each rank, where ranks exchange pieces; then `layout` is of what goes to each.
-        number: compressed calls of the ranks so far, this one included, from which random numbers follow.
+        number: from which random numbers follow: compressed calls of the ranks so far, this one included. Where ranks
+            exchange pieces, it also depends on who they are.
         within_node: sum that the ranks of a node form first, once all ranks are known to make the same call. Takes the
             transport and the counters, and returns what replaces `source`.
         addends: values that are summed for each element: one of each rank, or of each node.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from functools import partial
 
@@ -58,10 +59,12 @@ def plan(group: Group, call: Call, number: int) -> Plan:
     Args:
         number: compressed calls of the ranks so far, this one included.
     """
+    if call.pieces is not None:  # which are for single ranks, and gain nothing in nodes
+        # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
+        return replace(_exchange(group, call), number=number + zlib.crc32(repr(group.ranks).encode()))
     make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
-    made = replace((make if call.pieces is None else _exchange)(group, call), number=number)
-    # Versions that ranks hold would not pass through nodes, and pieces for single ranks gain nothing there.
-    if group.nodes is None or call.baseline is not None or call.pieces is not None:
+    made = replace(make(group, call), number=number)
+    if group.nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
         return made
     return in_nodes(call, made, group.nodes)
 

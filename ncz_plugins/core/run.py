@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.backend import Backend, GpuBackend
+from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call
 from .call_description import (
@@ -384,13 +383,11 @@ def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: S
         return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
     made = call.plan
     tensors = CodedTensor(made.layout, made.source), CodedTensor(made.pieces, output=made.output)
-    # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
-    number = made.number + zlib.crc32(repr(ranks).encode())
-    noise = noise_for(call.config, number, transport.rank, transport.world_size)
-    shared = call.counters, transport.link_gbps, transport.carried_gbps, noise
+    noise = noise_for(call.config, made.number, transport.rank, transport.world_size)
+    given = call.config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
     if device.in_batches:
-        return GpuPiecesCodec(call.config, device, *tensors, transport.rank, *shared)
-    return PiecesCodec(call.config, device, *tensors, *frames_of(call.input, call.config), *shared)
+        return GpuPiecesCodec(transport.rank, *given)
+    return PiecesCodec(frames_of(call.input, call.config), *given)
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
@@ -486,7 +483,6 @@ def _fixed_rate_codec(call: Call, backend: Backend, transport: CollectiveTranspo
             transport.rank,
             call.config.quantizer.bits,
             call.counters,
-            isinstance(backend, GpuBackend),
             noise_for(call.config, made.number, transport.rank, transport.world_size),
         )
     source = made.source if made.within_node is None else made.within_node(transport, call.counters)

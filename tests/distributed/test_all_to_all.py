@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from on_rank import rank, values, world_size
+import torch.distributed as dist
+from on_rank import PATIENCE, rank, values, world_size
 from scenarios import ranks
 
 from ncz_plugins import Communicator, MismatchError
@@ -118,6 +119,24 @@ def test_a_fixed_rate(group, kind, quantizer):
             assert total.compressed_calls == 3 and total.bypasses == {"dtype": 1}, total
             coded = 3 * sum(-(-elements // 256) * (2 + 32 * bits) for elements in peers)
             assert coded <= total.wire_bytes - 8 * sum(peers) < coded + 2000 * world_size  # and comparisons
+
+
+@ranks(3)
+@pytest.mark.parametrize(
+    "quantizer", [{"mode": "bits", "value": 4}, {"mode": "rms", "value": 0.5}], ids=["bits", "rms"]
+)
+def test_groups_that_make_equally_many_calls_draw_other_random_numbers(group, quantizer):
+    """Rank 0 sends the same values to ranks 1 and 2, in a group with each."""
+    config = {"quantizer": {"kind": "stochastic", **quantizer}, "transport": {"min_bytes": 0}}
+    sent, got = values(0, 2 * 5003), torch.zeros(2 * 5003)
+    for other in (1, 2):
+        pair = dist.new_group([0, other], timeout=PATIENCE)
+        if rank in (0, other):
+            with Communicator(config, pair) as communicator:
+                communicator.all_to_all_single(got if rank else torch.empty_like(got), sent)
+    everyone = [torch.empty(5003) for _ in range(world_size)]
+    dist.all_gather(everyone, got[:5003].clone(), group)
+    assert everyone[1].any() and everyone[2].any() and not torch.equal(everyone[1], everyone[2])
 
 
 @ranks(2)

@@ -5,9 +5,8 @@ There are no frames and no headers. As in an uncompressed collective, both sides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -169,18 +168,57 @@ class FixedRateCodec(Codec):
         return torch.empty(count, dtype=torch.uint8, device=self.source.data.device)
 
 
-class _Coded(NamedTuple):
-    """Neighbouring pieces that one call of a kernel codes.
+class _Run(NamedTuple):
+    """Neighbouring pieces, none of them empty, that one call of a kernel codes.
 
     Attributes:
-        elements: theirs, as an index into the values.
-        rows: their blocks.
-        blocks: the same blocks among those of all pieces.
+        lengths: elements of each.
+        start: number of the first element among the values.
+        first: number of the first block among those that travel.
     """
 
-    elements: slice
-    rows: Rows
-    blocks: slice
+    lengths: list[int]
+    start: int
+    first: int
+
+    @property
+    def elements(self) -> slice:
+        """The values of these pieces, as an index."""
+        return slice(self.start, self.start + sum(self.lengths))
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks of these pieces, as an index into those that travel."""
+        return slice(self.first, self.first + sum(map(rate_blocks_of, self.lengths)))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the pieces are neither equal rows nor, all together, one row of whole blocks."""
+        return len(set(self.lengths)) > 1 and any(length % RATE_BLOCK for length in self.lengths[:-1])
+
+    @property
+    def rows(self) -> Rows:
+        """What kernels take the pieces for, with zeros behind each if they are padded."""
+        if len(set(self.lengths)) == 1:
+            return Rows.of(sum(self.lengths), len(self.lengths), self.lengths[0])
+        count = self.blocks.stop - self.blocks.start
+        numel = RATE_BLOCK * count if self.is_padded else sum(self.lengths)
+        return Rows.of(numel, 1, numel)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The values of these pieces, from those of all. Codes are the same with and without zeros."""
+        x = x[self.elements]
+        if not self.is_padded:
+            return x
+        zeros = x.new_zeros(RATE_BLOCK)
+        return torch.cat(
+            [each for piece in x.split(self.lengths) for each in (piece, zeros[: -len(piece) % RATE_BLOCK])]
+        )
+
+    def unpadded(self, x: Tensor, out: Tensor) -> None:
+        """Write the values of these pieces without zeros to `out`."""
+        whole_blocks = [RATE_BLOCK * rate_blocks_of(length) for length in self.lengths]
+        torch.cat([piece[:length] for piece, length in zip(x.split(whole_blocks), self.lengths)], out=out)
 
 
 @dataclass
@@ -189,8 +227,7 @@ class FixedRatePieces(ExchangingCodec):
 
     Attributes:
         backend, tensor, received, bits, counters, synchronize: see FixedRateCodec and ExchangingCodec.
-        rank: this rank. What it keeps is copied, but has its place among blocks.
-        at_once: code all pieces by one launch of each kernel, and what this rank keeps with them. False: one by one.
+        rank: this rank. What it keeps is copied, and is none of the blocks.
         noise: random numbers of a stochastic quantizer, beginning at the first block; None: round to nearest.
     """
 
@@ -200,7 +237,6 @@ class FixedRatePieces(ExchangingCodec):
     rank: int
     bits: int
     counters: Counters
-    at_once: bool = False
     noise: Noise | None = None
     synchronize: Callable[[], None] = lambda: None
 
@@ -210,30 +246,29 @@ class FixedRatePieces(ExchangingCodec):
     @property
     def sent_blocks(self) -> list[int]:
         """Blocks that go to each rank."""
-        return list(map(rate_blocks_of, self.layout.lengths))
+        return self._blocks(self.layout)
 
     @property
     def received_blocks(self) -> list[int]:
         """Blocks that come from each rank."""
-        return list(map(rate_blocks_of, self.received.layout.lengths))
+        return self._blocks(self.received.layout)
 
     def encode(self) -> Iterator[Tensor]:
         """Yield the magnitudes of all blocks, then their codes: each uint8, [blocks, bytes of a block]."""
-        x, blocks, lengths = self.source.data, sum(self.sent_blocks), self.layout.lengths
-        if self._is_padded(lengths):
-            x = _padded(x, lengths)
+        x, blocks = self.source.data, sum(self.sent_blocks)
+        coded = [(run, run.padded(x)) for run in self._runs(self.layout)]
         with span("measure", x.nbytes, self.counters):
             magnitudes = torch.empty(blocks, dtype=torch.bfloat16, device=x.device)
-            for each in self._coded(lengths):
-                self.backend.block_magnitudes(x[each.elements], each.rows, magnitudes[each.blocks])
+            for run, values in coded:
+                self.backend.block_magnitudes(values, run.rows, magnitudes[run.blocks])
         yield magnitudes.view(torch.uint8).view(blocks, magnitudes.itemsize)
 
         with span("encode", x.nbytes, self.counters):
             packed = torch.empty(blocks, packed_bytes(self.bits), dtype=torch.uint8, device=x.device)
-            for each in self._coded(lengths):
-                noise = self.noise and self.noise.from_block(each.blocks.start * (RATE_BLOCK // SCALE_BLOCK))
-                codes = packed[each.blocks].view(-1)
-                self.backend.pack(x[each.elements], each.rows, magnitudes[each.blocks], self.bits, codes, noise)
+            for run, values in coded:
+                noise = self.noise and self.noise.from_block(run.first * (RATE_BLOCK // SCALE_BLOCK))
+                codes = packed[run.blocks].view(-1)
+                self.backend.pack(values, run.rows, magnitudes[run.blocks], self.bits, codes, noise)
         yield packed
 
     def decode(self, magnitudes: Tensor, packed: Tensor) -> None:
@@ -242,41 +277,23 @@ class FixedRatePieces(ExchangingCodec):
         Args:
             magnitudes, packed: what `encode` of each rank yielded for this one, in rank order.
         """
-        output, lengths = self.received.output.data, self.received.layout.lengths
-        magnitudes = magnitudes.view(-1).view(torch.bfloat16)
-        is_padded = self._is_padded(lengths)
+        magnitudes, denominator = magnitudes.view(-1).view(torch.bfloat16), levels_of(self.bits)
         with span("decode", packed.nbytes, self.counters):
-            out = output.new_empty(RATE_BLOCK * len(packed)) if is_padded else output
-            for each in self._coded(lengths):
-                codes, of_each = packed[each.blocks].view(-1), magnitudes[each.blocks]
-                denominator = levels_of(self.bits)
-                self.backend.unpack(codes, 1, self.bits, each.rows, of_each, denominator, out[each.elements])
-            if is_padded:
-                padded = out.split([RATE_BLOCK * blocks for blocks in self.received_blocks])
-                torch.cat([piece[:length] for piece, length in zip(padded, lengths)], out=output)
+            for run in self._runs(self.received.layout):
+                codes, rows, out = packed[run.blocks].view(-1), run.rows, self.received.output.data[run.elements]
+                decoded = out.new_empty(rows.numel) if run.is_padded else out
+                self.backend.unpack(codes, 1, self.bits, rows, magnitudes[run.blocks], denominator, decoded)
+                if run.is_padded:
+                    run.unpadded(decoded, out)
         self.copy_own(self.rank)
 
-    def _is_padded(self, lengths: Sequence[int]) -> bool:
-        """Whether pieces are coded at once, but are neither equal rows nor, all together, one row of whole blocks."""
-        return self.at_once and len(set(lengths)) > 1 and any(length % RATE_BLOCK for length in lengths[:-1])
+    def _blocks(self, layout: Layout) -> list[int]:
+        """Blocks of each piece that travels."""
+        return [rate_blocks_of(length) if rank != self.rank else 0 for rank, length in enumerate(layout.lengths)]
 
-    def _coded(self, lengths: Sequence[int]) -> list[_Coded]:
-        """What each call of a kernel codes, of pieces of these lengths."""
-        blocks = list(map(rate_blocks_of, lengths))
-        if self.at_once:
-            is_one_row = len(set(lengths)) > 1
-            numel = RATE_BLOCK * sum(blocks) if self._is_padded(lengths) else sum(lengths)
-            rows = Rows.of(numel, 1, numel) if is_one_row else Rows.of(numel, len(lengths), lengths[0])
-            return [_Coded(slice(0, numel), rows, slice(0, sum(blocks)))]
-        begin, first = (list(accumulate(each, initial=0)) for each in (lengths, blocks))
-        return [
-            _Coded(slice(begin[i], begin[i + 1]), Rows.of(length, 1, length), slice(first[i], first[i + 1]))
-            for i, length in enumerate(lengths)
-            if i != self.rank
-        ]
-
-
-def _padded(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The pieces with zeros behind each, so that all begin at a multiple of RATE_BLOCK. Codes are the same."""
-    zeros = x.new_zeros(RATE_BLOCK)
-    return torch.cat([part for piece in x.split(list(lengths)) for part in (piece, zeros[: -len(piece) % RATE_BLOCK])])
+    def _runs(self, layout: Layout) -> list[_Run]:
+        """The pieces of the ranks before this one, and of those after it."""
+        lengths, rank = layout.lengths, self.rank
+        before, after = ([length for length in each if length] for each in (lengths[:rank], lengths[rank + 1 :]))
+        runs = _Run(before, 0, 0), _Run(after, sum(lengths[: rank + 1]), sum(map(rate_blocks_of, before)))
+        return [run for run in runs if run.lengths]

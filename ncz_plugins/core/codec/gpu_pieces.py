@@ -19,16 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.format import SCALE_BLOCK, Noise, blocks_of, max_frame_bytes
+from ...kernels.format import SCALE_BLOCK, blocks_of, max_frame_bytes
 from ...kernels.lossless import max_lossless_bytes
-from ..config import Config
 from ..errors import FrameError
-from ..runtime.device import Device
-from ..runtime.statistics import Counters
 from ..runtime.trace import span
-from .coded_tensor import CodedTensor, ExchangingCodec
-from .from_config import codec_for
+from .coded_tensor import CodedTensor
 from .layout import Layout
+from .pieces import FramedPieces
 from .quantize import (
     OUTCOME_NUMBERS,
     Scales,
@@ -70,38 +67,20 @@ class _Message(NamedTuple):
         return sum(map(_aligned, self.parts))
 
 
-class GpuPiecesCodec(ExchangingCodec):
-    """Codec of the pieces that a rank sends to each rank, and of those that it gets.
+class GpuPiecesCodec(FramedPieces):
+    """Codec of pieces that are coded all at once.
 
     Args:
-        config, tensor, received, counters, link_gbps, carried_gbps, noise: see PiecesCodec.
         rank: this rank. What it keeps is copied; it is measured with the rest, as one launch is faster than two.
+        given: see FramedPieces.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        device: Device,
-        tensor: CodedTensor,
-        received: CodedTensor,
-        rank: int,
-        counters: Counters,
-        link_gbps: float | None = None,
-        carried_gbps: float = 0.0,
-        noise: Noise | None = None,
-    ):
-        self.tensor = tensor
-        self.received = received
-        self._config = config
-        self._device = device
+    def __init__(self, rank: int, *given):
+        super().__init__(*given)
         self._rank = rank
-        self._counters = counters
-        self._link = {"link_gbps": link_gbps, "carried_gbps": carried_gbps}
-        self._noise = noise
-        self._quantizes = config.quantizer.kind != "lossless"
         # What is measured of a piece travels with it, so the numbers of a block lie side by side.
-        mode = mode_of(config.quantizer, self.source.data.dtype)
-        self._numbers_of_block = 0 if not self._quantizes else 2 if mode in ("rms", "range") else 1
+        mode = mode_of(self.config.quantizer, self.source.data.dtype)
+        self._numbers_of_block = 0 if not self.quantizes else 2 if mode in ("rms", "range") else 1
         self._measured = self.source.data[:0]  # of what is sent: [blocks * numbers of a block]
         self._frames: dict[FrameId, Tensor] = {}  # that this rank has written, in memory that may be longer
         self._coming: list[_Message] = []
@@ -128,10 +107,10 @@ class GpuPiecesCodec(ExchangingCodec):
         """
         counts = self._frame_counts(self.layout)
         frame_ids = [(to, index) for to, count in enumerate(counts) for index in range(count)]
-        if self._quantizes:
+        if self.quantizes:
             frames, sizes, outcomes = self._quantized(frame_ids)
         else:
-            frames = list(self._codec(CodedTensor(self.layout, self.source)).encode_each(frame_ids))
+            frames = list(self.codec(CodedTensor(self.layout, self.source)).encode_each(frame_ids))
             sizes = self._numbers([frame.numel() for frame in frames])
             outcomes = self._numbers([0] * OUTCOME_NUMBERS * len(counts))
         self._frames = dict(zip(frame_ids, frames))
@@ -141,18 +120,18 @@ class GpuPiecesCodec(ExchangingCodec):
 
     def _quantized(self, frame_ids: list[FrameId]) -> tuple[list[Tensor], Tensor, Tensor]:
         """Measure and quantize. Returns memory with the frames, their bytes, and outcomes: both int64, on the GPU."""
-        quantizer, layout = self._config.quantizer, self.layout
-        with span("measure", self.source.data.nbytes, self._counters):
+        quantizer, layout = self.config.quantizer, self.layout
+        with span("measure", self.source.data.nbytes, self.counters):
             most, everything = most_summable(quantizer, self.source.data.dtype, addends=1), range(len(layout.lengths))
-            given = self._device.backend, self.source, layout, everything, quantizer, most
+            given = self.device.backend, self.source, layout, everything, quantizer, most
             measured = measure_on_gpu(*given, self._block(layout))
         self._measured = self._transposed(measured, self._numbers_of_block, -1)
         scales, outcomes = self._steps(layout, self._measured)
         if not frame_ids:
             return [], outcomes[:0], outcomes
         elements = [layout.frame(*frame_id) for frame_id in frame_ids]
-        memory = [self._device.buffer(max_frame_bytes(each.stop - each.start)) for each in elements]
-        codec = self._codec(CodedTensor(layout, self.source), scales)
+        memory = [self.device.buffer(max_frame_bytes(each.stop - each.start)) for each in elements]
+        codec = self.codec(CodedTensor(layout, self.source), scales)
         return memory, codec.encode_ahead(frame_ids, memory), outcomes
 
     # ---------------------------------------------------------------- 2. messages
@@ -167,8 +146,8 @@ class GpuPiecesCodec(ExchangingCodec):
         Returns the messages to all ranks behind each other: uint8, [bytes]; the bytes of the message to each rank, and
         from each rank. Raises FrameError if a length can't be.
         """
-        with span("wait", 0, self._counters):
-            numbers = self._device.copy_to_host(torch.cat([own, others])).tolist()
+        with span("wait", 0, self.counters):
+            numbers = self.device.copy_to_host(torch.cat([own, others])).tolist()
         going = self._described(self.layout, self.numbers_to, numbers[: len(own)])
         self._coming = self._described(self.received.layout, self.numbers_from, numbers[len(own) :])
         parts = []
@@ -184,7 +163,7 @@ class GpuPiecesCodec(ExchangingCodec):
         """The message to or from each rank, from the numbers that `encode` has for it."""
         ends, itemsize = list(accumulate(counts, initial=0)), self.source.data.itemsize
         frame_elements = layout.frame_elements
-        most = max_frame_bytes(frame_elements) if self._quantizes else max_lossless_bytes(frame_elements, itemsize)
+        most = max_frame_bytes(frame_elements) if self.quantizes else max_lossless_bytes(frame_elements, itemsize)
         messages = []
         for rank, length in enumerate(layout.lengths):
             its_numbers = numbers[ends[rank] : ends[rank + 1]]
@@ -217,11 +196,11 @@ class GpuPiecesCodec(ExchangingCodec):
         layout, output = self.received.layout, self.received.output
         parts = [_parts(message, each.parts) for message, each in zip(messages, self._coming)]
         scales = None
-        if self._quantizes:
+        if self.quantizes:
             measured = [of_rank.view(self._measured.dtype) for of_rank, *_ in parts]
             measured[self._rank] = self._measured_for(self._rank)
             scales, self._outcomes = self._steps(layout, torch.cat(measured))
-        self._decoder = self._codec(CodedTensor(layout, output=output), scales)
+        self._decoder = self.codec(CodedTensor(layout, output=output), scales)
         for source, (_, *frames, values) in enumerate(parts):
             for index, frame in enumerate(frames):
                 self._decoder.decode(source, index, frame)
@@ -230,7 +209,7 @@ class GpuPiecesCodec(ExchangingCodec):
         self.copy_own(self._rank)
 
     def finish(self) -> None:
-        if not self._quantizes:
+        if not self.quantizes:
             return self._decoder.finish()
         [outcomes] = self._decoder.check(self._outcomes)
         for source, (message, outcome) in enumerate(zip(self._coming, outcomes.view(-1, OUTCOME_NUMBERS).tolist())):
@@ -249,11 +228,11 @@ class GpuPiecesCodec(ExchangingCodec):
 
     def _block(self, layout: Layout) -> int:
         """Elements of a block that shares a scale. A block never reaches into the next piece."""
-        return self._config.quantizer.block_in_effect or SCALE_BLOCK * max(1, blocks_of(max(layout.lengths)))
+        return self.config.quantizer.block_in_effect or SCALE_BLOCK * max(1, blocks_of(max(layout.lengths)))
 
     def _measured_numbers(self, length: int) -> int:
         """How many numbers are measured of a piece."""
-        return self._numbers_of_block * -(-length // (self._config.quantizer.block_in_effect or max(1, length)))
+        return self._numbers_of_block * -(-length // (self.config.quantizer.block_in_effect or max(1, length)))
 
     def _measured_for(self, rank: int) -> Tensor:
         """What was measured of the piece for a rank."""
@@ -266,14 +245,10 @@ class GpuPiecesCodec(ExchangingCodec):
 
     def _steps(self, layout: Layout, measured: Tensor) -> tuple[Scales, Tensor]:
         """Quantization steps of all pieces, and an outcome of each: int64, [numbers], on the GPU."""
-        quantizer, backend = self._config.quantizer, self._device.backend
+        quantizer, backend = self.config.quantizer, self.device.backend
         agreed = self._transposed(measured, -1, self._numbers_of_block)
         rule = step_rule(quantizer, self.source.data.dtype, addends=1)
         return derive_on_gpu(backend, agreed, layout, quantizer, rule, self._block(layout))
-
-    def _codec(self, tensor: CodedTensor, scales: Scales | None = None) -> TensorCodec:
-        given = {"counters": self._counters, "noise": self._noise, **self._link}
-        return codec_for(self._config, self._device, tensor, scales, **given)
 
     def _numbers(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.source.data.device)

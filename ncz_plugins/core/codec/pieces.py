@@ -12,6 +12,7 @@ An empty piece has no frames.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,43 +27,62 @@ from .coded_tensor import CodedTensor, ExchangingCodec
 from .from_config import codec_for
 from .layout import Layout, Window
 from .quantize import Scales, derive, measure, measured_bytes, mode_of, most_summable
-from .tensor_codec import LosslessCodec, TensorCodec, frame_errors
+from .tensor_codec import TensorCodec, frame_errors
 
 
-class PiecesCodec(ExchangingCodec):
-    """Codec of the pieces that a rank sends to each rank, and of those that it gets.
+@dataclass
+class FramedPieces(ExchangingCodec):
+    """Codec of the pieces that a rank sends to each rank, and of those that it gets: what is the same on all devices.
 
-    Args:
+    Attributes:
         config: the settings of the call.
+        device: where the tensors live.
         tensor, received: see ExchangingCodec.
-        frame_elements, overlap: see `Layout.of`.
         counters: see TensorCodec.
         link_gbps, carried_gbps: see `coding_for`.
         noise: random numbers of a stochastic quantizer, see `noise_for`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        device: Device,
-        tensor: CodedTensor,
-        received: CodedTensor,
-        frame_elements: int,
-        overlap: bool,
-        counters: Counters,
-        link_gbps: float | None = None,
-        carried_gbps: float = 0.0,
-        noise: Noise | None = None,
-    ):
-        self.tensor = tensor
-        self.received = received
-        self._config = config
-        self._device = device
-        self._cut = frame_elements, overlap
-        self._counters = counters
-        self._link = {"link_gbps": link_gbps, "carried_gbps": carried_gbps}
-        self._noise = noise
-        self._heads = 0 if config.quantizer.kind == "lossless" else 1  # frames of a piece before its values
+    config: Config
+    device: Device
+    tensor: CodedTensor
+    received: CodedTensor
+    counters: Counters
+    link_gbps: float | None = None
+    carried_gbps: float = 0.0
+    noise: Noise | None = None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether what is measured of a piece travels with it, and pieces are quantized if that serves."""
+        return self.config.quantizer.kind != "lossless"
+
+    def codec(self, tensor: CodedTensor, scales: Scales | None = None, first: int = 0) -> TensorCodec:
+        """The codec of frames, of whose random numbers the first are those of block number `first`."""
+        return codec_for(
+            self.config,
+            self.device,
+            tensor,
+            scales,
+            counters=self.counters,
+            link_gbps=self.link_gbps,
+            carried_gbps=self.carried_gbps,
+            noise=self.noise and self.noise.from_block(first),
+        )
+
+
+class PiecesCodec(FramedPieces):
+    """Codec of pieces whose frames are coded one by one, while others travel.
+
+    Args:
+        cut: elements of a full frame, and whether coding and transfer overlap: see `Layout.of`.
+        given: see FramedPieces.
+    """
+
+    def __init__(self, cut: tuple[int, bool], *given):
+        super().__init__(*given)
+        self._cut = cut
+        self._heads = 1 if self.quantizes else 0  # frames of a piece before its values
         self._decoders: dict[int, TensorCodec] = {}  # by the rank that a piece comes from
 
     @property
@@ -87,13 +107,13 @@ class PiecesCodec(ExchangingCodec):
             return
         source, scales = Window(self.source[elements]), None
         if self._heads:
-            with span("measure", source.data.nbytes, self._counters):
-                most = most_summable(self._config.quantizer, self._dtype, addends=1)
-                measured = measure(self._device.backend, source, layout, range(1), self._config.quantizer, most)
-            yield self._head(CodedTensor(_whole(measured), source=Window(measured))).encode(0, 0)
+            with span("measure", source.data.nbytes, self.counters):
+                most = most_summable(self.config.quantizer, self._dtype, addends=1)
+                measured = measure(self.device.backend, source, layout, range(1), self.config.quantizer, most)
+            yield self.codec(CodedTensor(_whole(measured), source=Window(measured))).encode(0, 0)
             scales = self._derived(measured, layout)
         first = self.layout.steps_of(range(to, to + 1)).start
-        codec = self._codec(CodedTensor(layout, source=source), scales, first)
+        codec = self.codec(CodedTensor(layout, source=source), scales, first)
         yield from codec.encode_each((0, index) for index in range(layout.frames))
 
     def decode(self, source: int, index: int, frame: Tensor) -> None:
@@ -106,13 +126,13 @@ class PiecesCodec(ExchangingCodec):
         layout = self._layout(output.data.numel())
         if index == 0:
             scales = self._derived(self._read_head(source, layout, frame), layout) if self._heads else None
-            self._decoders[source] = self._codec(CodedTensor(layout, output=output), scales, 0)
+            self._decoders[source] = self.codec(CodedTensor(layout, output=output), scales)
         if index >= self._heads:
             self._decoders[source].decode(0, index - self._heads, frame)
 
     def finish(self) -> None:
         with frame_errors("a frame"):
-            self._device.check()
+            self.device.check()
 
     # ---------------------------------------------------------------- a piece
 
@@ -133,36 +153,27 @@ class PiecesCodec(ExchangingCodec):
         """How many numbers are measured of a piece."""
         if not self._heads:
             return 0
-        nbytes = measured_bytes(self._layout(length), self._config.quantizer, self._dtype)
+        nbytes = measured_bytes(self._layout(length), self.config.quantizer, self._dtype)
         return nbytes // self._measured_dtype.itemsize
 
     @property
     def _measured_dtype(self) -> torch.dtype:
-        if mode_of(self._config.quantizer, self._dtype) == "rms only":
+        if mode_of(self.config.quantizer, self._dtype) == "rms only":
             return torch.bfloat16
         return torch.float64 if self._dtype == torch.float64 else torch.float32
 
     def _derived(self, measured: Tensor, layout: Layout) -> Scales | None:
         """The quantization steps of a piece; None if its values are sent as they are. Both ends find the same."""
-        quantizer = self._config.quantizer
-        derived = derive(measured, layout, quantizer, self._dtype, addends=1, backend=self._device.backend)
+        quantizer = self.config.quantizer
+        derived = derive(measured, layout, quantizer, self._dtype, addends=1, backend=self.device.backend)
         return derived.scales if derived.is_worthwhile(self._dtype) else None
-
-    def _codec(self, tensor: CodedTensor, scales: Scales | None, first: int) -> TensorCodec:
-        """The codec of a piece, of whose random numbers the first are those of block number `first`."""
-        noise = self._noise and self._noise.from_block(first)
-        return codec_for(self._config, self._device, tensor, scales, counters=self._counters, noise=noise, **self._link)
-
-    def _head(self, tensor: CodedTensor) -> LosslessCodec:
-        """The codec of a piece's first frame."""
-        return codec_for(self._config, self._device, tensor, None, counters=self._counters, **self._link)
 
     def _read_head(self, source: int, layout: Layout, frame: Tensor) -> Tensor:
         """What the sender measured of a piece. The next frame can't be decoded without it, so it is read at once."""
         count = self._measured_elements(layout.numel)
         measured = torch.empty(count, dtype=self._measured_dtype, device="cpu")
-        with span("decode", frame.nbytes, self._counters), frame_errors(f"the first frame from rank {source}"):
-            self._head(CodedTensor(_whole(measured), output=Window(measured))).read(0, 0, frame)
+        with span("decode", frame.nbytes, self.counters), frame_errors(f"the first frame from rank {source}"):
+            self.codec(CodedTensor(_whole(measured), output=Window(measured))).read(0, 0, frame)
         return measured
 
 

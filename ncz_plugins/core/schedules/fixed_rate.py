@@ -144,7 +144,7 @@ def exchange(transport: CollectiveTransport, codec: FixedRatePieces, counters: C
     for rows in codec.encode():  # magnitudes travel while codes are packed
         arrived = rows.new_empty(sum(received), rows.shape[1])
         under_way.append((arrived, transport.plain.all_to_all_single(arrived, rows, received, sent), rows))
-        counters.wire_bytes += (sum(sent) - sent[transport.rank]) * rows.shape[1]
+        counters.wire_bytes += rows.nbytes
     for arrived, work, _ in under_way:
         _wait(work, arrived, counters)
     codec.decode(*(arrived for arrived, *_ in under_way))
