@@ -153,7 +153,7 @@ class Link:
             ),
         )
         sender, receiver = (
-            PiecesCodec(self._config, self._device, *each, *cut, Counters(), self._gbps, noise=noise) for each in ends
+            PiecesCodec(cut, self._config, self._device, *each, Counters(), self._gbps, 0.0, noise) for each in ends
         )
         for index, frame in enumerate(sender.encode(1)):
             receiver.decode(0, index, frame)
