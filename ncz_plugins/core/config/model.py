@@ -229,9 +229,12 @@ class Config(Section):
         frames = "" if frames is None else f", frames {frames if frames == 'auto' else format_size(frames)}"
         predictor = "" if self.entropy.predictor == "auto" else f", predictor {self.entropy.predictor}"
         checksum = ", checksums" if self.entropy.checksum else ""
+        its_own = self.quantizer_of("activation")
+        differs = "activation" in self.roles and its_own != self.quantizer
+        activations = f" (activations: {its_own.describe()})" if differs else ""
         return (
             f"{self.quantizer.describe()}, coder {self.entropy.coder}{predictor}{checksum}, "
-            f"schedule {self.transport.schedule}{frames}, roles {'+'.join(self.roles)}"
+            f"schedule {self.transport.schedule}{frames}, roles {'+'.join(self.roles)}{activations}"
             + (f", {len(self.policies)} policies" if self.policies else "")
             + (f", {self.steps.warmup} steps of warm-up" if self.steps.warmup else "")
             + (", a schedule of bounds" if self.steps.bounds else "")

@@ -767,7 +767,10 @@ def test_describe_is_one_line_with_what_matters():
     assert "coder auto, checksums, schedule" in Config.load({"entropy": {"checksum": True}}).describe()
     text = Config.load(SOME | {"entropy": {"coder": "raw", "predictor": "delta"}}).describe()
     assert text.startswith("error bound abs:0.001, coder raw, predictor delta, ")
-    assert text.endswith("frames 4000000 B, roles gradient+activation")
+    activations = "activations: error bound rms:0.1 per 128 elements"
+    assert text.endswith(f"frames 4000000 B, roles gradient+activation ({activations})")
+    exact = Config(quantizer={"kind": "lossless"}, roles=["activation"])
+    assert exact.describe().endswith("roles activation")
 
 
 @pytest.mark.parametrize(
