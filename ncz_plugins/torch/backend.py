@@ -44,7 +44,7 @@ if private.PythonBackend is None:
         MismatchError if ranks differ in version or configuration.
 
         Attributes:
-            communicator: for compressed calls. None before the first one, in which all ranks connect.
+            communicator: for compressed calls. None before the ranks have connected for them.
             training: what the calls have counted, and the settings.
         """
 
@@ -85,7 +85,7 @@ else:
             name: the name that torch gives the group.
 
         Attributes:
-            communicator: for compressed calls. None before the first one, in which all ranks connect.
+            communicator: for compressed calls. None before the ranks have connected for them.
             training: what the calls have counted, and the settings.
         """
 
@@ -121,7 +121,7 @@ else:
             return private.PythonBackend.Options(NAME, self._timeout)
 
         def set_timeout(self, timeout: timedelta) -> None:
-            """Set the time-out of plain calls, and of compressed ones if none was made so far."""
+            """Set the time-out of plain calls, and of compressed ones if the ranks have not connected for them."""
             self._timeout = timeout
             self._plain.set_timeout(timeout)
 

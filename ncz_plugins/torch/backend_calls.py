@@ -40,8 +40,8 @@ class BackendCalls:
     A class that inherits them calls `_open` once it is initialized.
 
     Attributes:
-        communicator: for compressed calls. None before the first one, in which all ranks connect. With "activation" in
-            `roles` they connect at once.
+        communicator: for compressed calls. None before the ranks have connected for them: in the first such call, or in
+            `_open` if `roles` has "activation".
         training: what the calls have counted, and the settings.
     """
 
