@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 in_backend = ranks(3, gpu=True, start="join")
 # torch 2.6 can't shut a group down or abort it, and its Gloo takes every reduce_scatter_tensor for a sum.
 is_torch_2_6 = not hasattr(dist.ProcessGroup, "abort")
+SETTINGS = "transport: {min_bytes: 128KiB}\n"  # what GPUs share is faster than any network, and would be measured
 generators = [torch.Generator().manual_seed(r) for r in range(world_size)]
 values_by_rank = torch.stack([torch.randn(100_003, generator=each) for each in generators]).to(device)
 generator, values = generators[rank], values_by_rank[rank].clone()
@@ -37,11 +38,15 @@ generator, values = generators[rank], values_by_rank[rank].clone()
 def join() -> None:
     """Start with a configuration that `NCZ_CONFIG` names, and "ncz" as the backend of the default group."""
     os.environ["NCZ_CONFIG"] = str(folder() / f"rank{rank}.yaml")
-    with open(os.environ["NCZ_CONFIG"], "w") as file:
-        # What GPUs share is faster than any network, and would be measured.
-        file.write("transport: {min_bytes: 128KiB}\n")
+    configure(SETTINGS)
     os.environ["NCZ_ROLES"] = "*=gradient"  # also what no backward pass reduces
     start("ncz")
+
+
+def configure(settings: str) -> None:
+    """Write the file that `NCZ_CONFIG` names, which groups made from now on read."""
+    with open(os.environ["NCZ_CONFIG"], "w") as file:
+        file.write(settings)
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,6 +121,38 @@ def test_reduce_scatters_are_compressed(group):
     assert result is part and is_lossy(part, exact / world_size)
     reduce_scatter_single(part, whole, dist.ReduceOp.MAX, group=group)
     assert is_torch_2_6 or torch.equal(part, gathered(whole).amax(0).view(world_size, -1)[rank])
+
+
+@in_backend
+def test_sums_by_reduce_and_of_lists_are_compressed(group):
+    whole = torch.randn(world_size * 50_000, generator=generator).to(device)
+    exact = gathered(whole).sum(0)
+    part = torch.empty(50_000, device=device)
+    dist.reduce_scatter(part, list(whole.chunk(world_size)), group=group)
+    assert is_lossy(part, exact.view(world_size, -1)[rank])
+    dist.reduce(result := whole.clone(), 1, dist.ReduceOp.AVG, group=group)
+    assert is_lossy(result, exact / world_size) if rank == 1 else torch.equal(result, whole)
+    dist.reduce(count := torch.arange(5, device=device), 1, group=group)
+    assert rank != 1 or torch.equal(count, world_size * torch.arange(5, device=device))
+    assert group.stats.total.compressed_calls == 2
+
+
+@in_backend
+def test_lists_are_exchanged_as_activations_and_gathered_as_weights(group):
+    configure("{transport: {min_bytes: 128KiB}, roles: [gradient, activation]}\n")
+    other = dist.new_group(timeout=PATIENCE)
+    configure(SETTINGS)
+    lists = [torch.empty_like(values) for _ in range(world_size)]
+    with role("activation"):
+        dist.all_to_all(lists, [values.clone() for _ in range(world_size)], group=other)
+        assert is_lossy(torch.stack(lists), values_by_rank)
+        dist.all_gather(lists, values, group=other)
+        assert is_lossy(torch.stack(lists), values_by_rank)
+    dist.gather(values, lists if rank == 2 else None, dst=2, group=other)
+    dist.scatter(result := torch.empty_like(values), list(values_by_rank) if rank == 0 else None, group=other)
+    assert torch.equal(result, values) and (rank != 2 or torch.equal(torch.stack(lists), values_by_rank))
+    total = other.stats.total
+    assert total.compressed_calls == 2 and total.bypasses == {"role not enabled": 2}, total
 
 
 @in_backend
