@@ -25,33 +25,38 @@ def join() -> None:
     start("gloo")
 
 
-def stages_by_ncz(settings: str) -> dist.ProcessGroup:
-    """A group of all ranks with these settings, in which messages of any size are compressed."""
+def stages_by(kind: str, settings: str = "", replicas: int = 1) -> dist.ProcessGroup:
+    """The group of this rank's pipeline: all ranks, or one of several pipelines side by side.
+
+    Args:
+        kind: its backend. Under ncz messages of any size are compressed.
+        settings: of ncz.
+    """
     with open(os.environ["NCZ_CONFIG"], "w") as file:
         file.write(settings + "transport: {min_bytes: 0}\n")
-    return dist.new_group(backend="ncz", timeout=PATIENCE, group_desc="pp")
+    pipelines = [list(range(first, world_size, replicas)) for first in range(replicas)]
+    return dist.new_subgroups_by_enumeration(pipelines, PATIENCE, backend=kind, group_desc="pp")[0]
 
 
 def schedule_of(group: dist.ProcessGroup, name: str, stages_per_rank: int):
     """A schedule, and the modules of this rank's stages. They have the same first weights in every call."""
-    modules, stages = [], []
-    for number in range(rank, world_size * stages_per_rank, world_size):
+    modules, stages, count = [], [], group.size() * stages_per_rank
+    for number in range(group.rank(), count, group.size()):
         torch.manual_seed(number)
         modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-        count = world_size * stages_per_rank
         stages.append(PipelineStage(modules[-1], number, count, torch.device("cpu"), group=group))
     its_stages = stages if stages_per_rank > 1 else stages[0]
     return SCHEDULES[name](its_stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss), modules
 
 
-def run(schedule, random: torch.Generator) -> list[float]:
+def run(schedule, group: dist.ProcessGroup, random: torch.Generator) -> list[float]:
     """Forward and backward pass of a step. Returns the losses on the last rank, and nothing on others."""
     inputs, targets = torch.randn(2, MICRO_BATCHES * ROWS, WIDTH, generator=random)
     losses = []
-    if rank == world_size - 1:
+    if group.rank() == group.size() - 1:
         schedule.step(target=targets, losses=losses)
     else:
-        schedule.step(*([inputs] if rank == 0 else []))
+        schedule.step(*([inputs] if group.rank() == 0 else []))
     return [loss.item() for loss in losses]
 
 
@@ -59,9 +64,9 @@ def trained(group: dist.ProcessGroup, name: str, stages_per_rank: int = 1) -> tu
     """The losses of some steps, and digests of this rank's gradients."""
     schedule, modules = schedule_of(group, name, stages_per_rank)
     parameters = [each for module in modules for each in module.parameters()]
-    random, losses, gradients = torch.Generator().manual_seed(0), [], []
+    random, losses, gradients = torch.Generator().manual_seed(rank % (world_size // group.size())), [], []
     for _ in range(STEPS):
-        losses += run(schedule, random)
+        losses += run(schedule, group, random)
         gradients.append(digest(torch.cat([each.grad.flatten() for each in parameters])))
         for each in parameters:
             each.data -= 0.05 * each.grad
@@ -69,24 +74,24 @@ def trained(group: dist.ProcessGroup, name: str, stages_per_rank: int = 1) -> tu
     return losses, gradients
 
 
-def messages_are_compressed_where_roles_say_so(name: str, stages_per_rank: int = 1) -> None:
-    expected, gradients = trained(dist.group.WORLD, name, stages_per_rank)
-    ours = stages_by_ncz("roles: [activation]\n")
+def messages_are_compressed_where_roles_say_so(name: str, stages_per_rank: int = 1, replicas: int = 1) -> None:
+    expected, gradients = trained(stages_by("gloo", replicas=replicas), name, stages_per_rank)
+    ours = stages_by("ncz", "roles: [activation]\n", replicas)
     losses, changed = trained(ours, name, stages_per_rank)
+    is_first, is_last = ours.rank() == 0, ours.rank() == ours.size() - 1
     assert losses == pytest.approx(expected, rel=0.02) and changed != gradients
-    assert losses != expected or rank < world_size - 1
+    assert len(losses) == is_last * STEPS * MICRO_BATCHES and (losses != expected or not is_last)
 
     # Activations go to the next stage and their gradients to the one before. What stages say of themselves goes plain.
     total, plain = backend.of_group(ours).stats.total, {"dtype", "reduce op"}
-    ends = (rank == 0) + (rank == world_size - 1)
-    messages = (2 * stages_per_rank - ends) * STEPS * MICRO_BATCHES
+    messages = (2 * stages_per_rank - is_first - is_last) * STEPS * MICRO_BATCHES
     assert total.plain_bytes_by_role == {"activation": messages * MESSAGE_BYTES}
     assert 0 < total.wire_bytes_by_role["activation"] < total.plain_bytes_by_role["activation"] / 4
     assert total.compressed_calls == 2 * messages and total.bypasses.keys() <= plain, total
 
     # Without loss every bit is that of the plain run, with the role and without it.
     for roles in ("[activation]", "[gradient]"):
-        exact = stages_by_ncz(f"roles: {roles}\n{LOSSLESS}")
+        exact = stages_by("ncz", f"roles: {roles}\n{LOSSLESS}", replicas)
         assert trained(exact, name, stages_per_rank) == (expected, gradients)
         total = backend.of_group(exact).stats.total
         assert total.compressed_calls == (2 * messages if "activation" in roles else 0), total
@@ -110,16 +115,21 @@ def test_four_stages_send_compressed(group, name):
     messages_are_compressed_where_roles_say_so(name)
 
 
+@on_four_ranks
+def test_two_pipelines_of_two_stages_send_compressed(group):
+    messages_are_compressed_where_roles_say_so("1F1B", replicas=2)
+
+
 def lose_a_stage() -> None:
     """The stage in the middle dies after a step."""
     join()
-    schedule, _ = schedule_of(stages_by_ncz("roles: [activation]\n"), "1F1B", 1)
-    random = torch.Generator().manual_seed(0)
-    run(schedule, random)
+    group = stages_by("ncz", "roles: [activation]\n")
+    (schedule, _), random = schedule_of(group, "1F1B", 1), torch.Generator().manual_seed(0)
+    run(schedule, group, random)
     dist.barrier()
     if rank == 1:
         os._exit(7)
-    leave_alone(attempt(lambda: run(schedule, random)))
+    leave_alone(attempt(lambda: run(schedule, group, random)))
 
 
 def test_a_dead_stage_is_an_error(tmp_path):
