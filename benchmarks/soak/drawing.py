@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int32", "int64", "uint8")
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
 ROLES = ("gradient", "parameter", "activation")
 USUAL = 1 << 19  # elements that most calls stay below
 TIMEOUT_SECONDS = 300  # of a rank for the others, on a machine that may be busy
@@ -27,7 +28,7 @@ class Call:
         data: the kind of values, see `reference.py`.
         poison: what is put in: (rank in the group, element, value).
         aliased: whether output and input share memory, for collectives with parts.
-        root: for a broadcast, the rank in the group.
+        root: of a broadcast or reduce, the rank in the group.
         name: what policies and error feedback know the tensor by.
     """
 
@@ -114,8 +115,8 @@ def _size(draw: random.Random, largest: int, least: int = 1) -> int:
 
 
 def _call(draw: random.Random, ranks: int, size: int, collective: str | None = None, dtype: str | None = None) -> Call:
-    collective = collective or draw.choices(COLLECTIVES, (5, 2, 2, 2))[0]
-    summed = collective in ("all_reduce", "reduce_scatter")
+    collective = collective or draw.choices(COLLECTIVES, (5, 2, 2, 2, 2))[0]
+    summed = collective in SUMS
     dtype = dtype or (draw.choice(FLOATS) if draw.random() < 0.93 else draw.choice(INTEGERS))
     op = draw.choices(("SUM", "AVG", "MAX", "MIN", "PRODUCT"), (12, 6, 1, 1, 1))[0] if summed else None
     if dtype in INTEGERS and op == "AVG":

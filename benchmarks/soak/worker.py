@@ -101,6 +101,8 @@ class Made:
             return communicator.reduce_scatter_single(self.result, self.input, op, **how)
         if call.collective == "all_gather":
             return communicator.all_gather_single(self.result, self.input, **how)
+        if call.collective == "reduce":
+            return communicator.reduce(self.input, meeting.ranks[call.root], op, **how)
         return communicator.broadcast(self.input, meeting.ranks[call.root], **how)
 
 
@@ -145,7 +147,10 @@ def _checked(call, config, step, meeting, rank, made: Made, before: dict[str, li
     done = Done(call, quantizer, not reason, made.result)
     feeds_back = reference.feeds_back(call, quantizer)
     calls = [*before.get(call.name, []), done] if feeds_back else [done]
-    share = reference.check(calls, config, ranks, rank)
+    gets_nothing = call.collective == "reduce" and rank != call.root
+    if gets_nothing:
+        assert _bits(reference.values(call, rank, 0, call.length)).equal(_bits(made.result)), "the input has changed"
+    share = None if gets_nothing else reference.check(calls, config, ranks, rank)
     if feeds_back and call.length <= drawing.USUAL:  # no larger one is made again
         before[call.name] = calls
     if call.has_parts and not call.aliased:
@@ -163,7 +168,7 @@ def _checked(call, config, step, meeting, rank, made: Made, before: dict[str, li
         seen.count(quantizer=quantizer["kind"], mode=quantizer["mode"], schedule=transport["schedule"])
         seen.count(ranks_are="in nodes" if in_nodes else "alone", checksums=str(config["entropy"]["checksum"]))
         seen.count(feedback=f"{len([each for each in calls if each.compressed])} calls" if feeds_back else "none")
-    return 0 if call.collective == "reduce_scatter" else _digest(made)
+    return 0 if call.collective in ("reduce_scatter", "reduce") else _digest(made)
 
 
 def _digest(made: Made) -> int:
