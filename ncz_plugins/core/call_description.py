@@ -13,7 +13,7 @@ from torch import Tensor
 from .bypass import Bypass
 from .call import COLLECTIVES, EXCHANGES, OPS, Call, Pieces
 from .config import Config
-from .errors import MismatchError, UnsupportedError
+from .errors import MismatchError, UnsupportedError, refused
 from .training.policy import ParameterSlice
 from .transport.comparison import Extremes, RankComparison, place_of
 
@@ -144,8 +144,7 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
     """
     differing = comparison.differing()
     if "refusal" in differing:
-        refused = ranks[differing["refusal"].highest_rank]
-        raise MismatchError(f"{collective}: rank {refused} refused its call; the error that it raised says why")
+        raise refused(collective, ranks[differing["refusal"].highest_rank])
     if differing:
         in_words = _in_words if collective != "send_recv" else _of_message_in_words
         found = "; ".join(in_words(name, ends, ranks) for name, ends in differing.items())

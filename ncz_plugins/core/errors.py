@@ -78,6 +78,11 @@ class OutOfMemoryError(NczError, MemoryError):
     """
 
 
+def refused(collective: str, rank: int) -> MismatchError:
+    """The error on ranks that wait for a rank which can't make its call."""
+    return MismatchError(f"{collective}: rank {rank} refused its call; the error that it raised says why")
+
+
 def fresh(error: BaseException) -> BaseException:
     """A copy of a stored error, to raise instead of the error itself.
 

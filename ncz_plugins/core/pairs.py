@@ -289,6 +289,7 @@ class Direction:
     def refuse(self, collective: str) -> None:
         """Tell the other rank, which would wait for it, that this one can't make its call."""
         with suppress(NczError):  # what matters is why it was refused
+            self._queue.routes.note_refusal()
             tell(self._queue, self._group, collective, refusal(self._group.calls))
 
 

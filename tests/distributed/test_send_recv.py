@@ -14,6 +14,7 @@ from on_rank import attempt, leave, leave_alone, rank, values, world_size
 from scenarios import ranks, report, run_ranks
 
 from ncz_plugins import Communicator, MismatchError, NczError, PeerError, Training, UnsupportedError
+from ncz_plugins.core import call_queue
 
 BOUND = 0.01
 ABS = {"mode": "abs", "value": BOUND}
@@ -414,6 +415,21 @@ def test_a_rank_that_refuses_its_message_tells_the_other_one(group, error, told,
         else:
             with pytest.raises(MismatchError, match="rank 0 refused its call"):
                 communicator.recv(torch.ones(8), 0)
+
+
+@ranks(2)
+def test_a_rank_that_comes_after_the_other_one_has_left_hears_that_it_refused_its_message(group):
+    seconds, call_queue._CLOSE_SECONDS = call_queue._CLOSE_SECONDS, 0.1
+    with opened(group) as communicator:
+        if rank == 0:
+            with pytest.raises(UnsupportedError):
+                communicator.send(torch.ones(8).to_sparse(), 1)
+            communicator.close()
+        dist.barrier(group)
+        if rank == 1:
+            with pytest.raises(MismatchError, match="rank 0 refused its call"):
+                communicator.recv(torch.ones(8), 0)
+    call_queue._CLOSE_SECONDS = seconds
 
 
 # ------------------------------------------------------------------ what is held

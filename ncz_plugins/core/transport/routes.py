@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerError, UnsupportedError, forget_tensors
+from ..errors import PeerError, UnsupportedError, forget_tensors, refused
 from ..runtime.device import HOST, Device, Gpu, Host, has_spare_core
 from .base import Transport, peer_errors
 from .connections import Connections
@@ -176,12 +176,18 @@ class OneWayRoutes(Routes):
         super().__init__(store, rank, 2, timeout, between_all.channels, nccl_class=nccl_class, names=names)
 
     def of(self, device: torch.device) -> Route:
-        """See `Routes.of`. Raises PeerError if the peer makes no call within the time-out."""
+        """See `Routes.of`. Raises PeerError if the peer makes no call within the time-out, and what `_await` does."""
         if self._between_all is not None and not self._closed:
             self._open()
         if device not in self._routes:
             self._store = store_of_own(self._store)  # NCCL waits in it
         return super().of(device)
+
+    def note_refusal(self) -> None:
+        """Leave word that this rank can't make its call, for a peer that comes after this rank has left."""
+        if self._between_all is not None:
+            with peer_errors(f"telling rank {self._names[1 - self._rank]}"):
+                self._store.set(f"refused {self._rank}", "")
 
     def _connect(self) -> None:
         """Nothing is connected before the first call."""
@@ -214,7 +220,8 @@ class OneWayRoutes(Routes):
         Not by a wait of the store: nothing ends it, and nobody else can use the store meanwhile, such as another
         direction between the same ranks, whose peer would wait as well.
 
-        Raises PeerError after the time-out, and if the peer has left or these routes were closed.
+        Raises PeerError after the time-out, and if the peer has left or these routes were closed; MismatchError if it
+        has left because it refused its call.
         """
         peer, missing = self._names[1 - self._rank], ("recv", "send")[self._rank]
         seconds, pause = self._timeout.total_seconds(), _FIRST_PAUSE_SECONDS
@@ -223,6 +230,8 @@ class OneWayRoutes(Routes):
             if self._closed:
                 raise _closed()
             if self._between_all.has_left(self._peer):
+                if self._store.check([f"refused {1 - self._rank}"]):
+                    raise refused("send_recv", peer)
                 raise PeerError(f"rank {peer} has closed its connections: it died, left, or met an error")
             if time.monotonic() > deadline:
                 raise PeerError(
