@@ -4,6 +4,7 @@ communicator      `Communicator`: the public API, one process group from constru
 collectives       the collectives of a communicator: torch.distributed's signatures, which become calls
 pairs             send and receive, and the directions between two ranks that carry them
 arguments         what the arguments of collectives must be
+arrays            tensors over the memory of what callers pass: torch, numpy, CuPy, DLPack
 call              one call: its arguments, how it is treated, and what becomes of it; tensors that it joins
 run               the five steps of every call, from decision to counters
 group             state of one group on one rank that lasts from call to call

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .arrays import tensor_of
 from .call import Pieces
 from .errors import ErrorTranslation, UnsupportedError
-from .runtime.device import require_tensor
-from .runtime.inference_mode import ordinary
 from .training.policy import NO_SIZE, ParameterSlice
 
 
@@ -23,9 +22,7 @@ class _called(ErrorTranslation):
 
 
 def require_one_device(collective: str, one: Tensor, other: Tensor) -> None:
-    """Raise UnsupportedError unless both are tensors that can be served, on one device."""
-    require_tensor(one)
-    require_tensor(other)
+    """Raise UnsupportedError unless both tensors are on one device."""
     if one.device != other.device:
         where = f"{one.device} and {other.device}"
         raise UnsupportedError(f"{collective}: both tensors must be on one device, got {where}")
@@ -76,12 +73,20 @@ def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) 
 
 
 def tensors_of_list(
-    collective: str, what: str, given: object, ranks: int, like: Tensor | None = None, elements: int | None = None
+    collective: str,
+    what: str,
+    given: object,
+    ranks: int,
+    like: Tensor | None = None,
+    elements: int | None = None,
+    op=None,
+    is_written: bool = True,
 ) -> list[Tensor]:
-    """The tensors of a list that has one for each rank, as flat views, of which autograd knows nothing.
+    """The tensors of a list that has one for each rank: see `flat`.
 
     Args:
         what: the argument's name.
+        op, is_written: see `tensor_of`.
         like: a tensor that may be served, of their dtype and on their device; None: the first of them.
         elements: what each must have; None: any number.
 
@@ -90,42 +95,46 @@ def tensors_of_list(
     if not isinstance(given, (list, tuple)) or len(given) != ranks:
         found = f"one of {len(given)}" if isinstance(given, (list, tuple)) else type(given).__name__
         raise ValueError(f"{collective}: {what} must be a list of {ranks} tensors, one for each rank, got {found}")
-    for at, tensor in enumerate(given):
+    tensors = []
+    for at, array in enumerate(given):
         name = f"{collective}: {what}[{at}]"
         with _called(name):
-            require_tensor(tensor)
+            tensor = tensor_of(array, op, is_written)
         like = tensor if like is None else like
         if (tensor.dtype, tensor.device) != (like.dtype, like.device):
             kinds = " and ".join(f"{each.dtype} on {each.device}" for each in (tensor, like))
             raise UnsupportedError(f"{name}: all tensors must have one dtype and be on one device, got {kinds}")
         if elements is not None and tensor.numel() != elements:
             raise ValueError(f"{name} must have the {elements} elements of each rank's part, got {tensor.numel()}")
-    return [flat(tensor) for tensor in given]
+        tensors.append(flat(tensor))
+    return tensors
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as one dimension, of which autograd knows nothing, and which may be written to."""
-    return ordinary(tensor).detach().view(-1)
+    """A view in one dimension of which autograd knows nothing; in those of the tensor if it is strided."""
+    tensor = tensor.detach()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
 def list_of_root(
-    collective: str, what: str, given: object, root: int, rank: int, ranks: int, tensor: Tensor
+    collective: str, what: str, given: object, root: int, rank: int, ranks: int, tensor: Tensor, is_written: bool
 ) -> list[Tensor]:
     """The tensors of a list that the root alone passes, and empty ones on other ranks.
 
     Args:
         root, rank: rank that passes it, and this rank, both within the group.
         tensor: what each rank passes.
+        is_written: whether the call writes to the list.
 
     Raises ValueError for a list on another rank, and what `tensors_of_list` does.
     """
     if rank == root:
         if given is None:
             raise ValueError(f"{collective}: {what} must be given on this rank, which is the root, got None")
-        return tensors_of_list(collective, what, given, ranks, tensor)
+        return tensors_of_list(collective, what, given, ranks, tensor, is_written=is_written)
     if given is not None and len(given):
         raise ValueError(f"{collective}: {what} must be None on all ranks but the root, got one of {len(given)}")
-    return [flat(tensor)[:0]] * ranks
+    return [tensor.new_empty(0)] * ranks  # no view, as to write to one is a change of `tensor` for autograd
 
 
 def pieces_of_lists(collective: str, rank: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Pieces:
@@ -212,7 +221,6 @@ def parts_of(
     collective: str, tensor: Tensor, name: str | None, parts: Sequence[ParameterSlice] | None
 ) -> Sequence[ParameterSlice]:
     """What a tensor consists of: one parameter, called `name`, unless told."""
-    require_tensor(tensor)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
     if parts is None:

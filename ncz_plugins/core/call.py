@@ -90,7 +90,7 @@ class Joined:
     It is filled when the call runs, not when it is asked for: calls before it may still write to the pieces.
 
     Args:
-        pieces: flat, of one dtype, on one device.
+        pieces: of any shapes and strides, of one dtype, on one device. Autograd knows nothing of them.
         is_read: whether the call reads the pieces.
         is_written: whether it writes to them.
 
@@ -109,12 +109,21 @@ class Joined:
     @contextmanager
     def filled(self) -> Iterator[None]:
         """A context in which `whole` holds the pieces. Its values are theirs afterwards, unless something is raised."""
-        if self._is_read:
+        parts = self.whole.split([piece.numel() for piece in self.pieces])
+        if self._is_read and all(piece.dim() == 1 for piece in self.pieces):
             torch.cat(self.pieces, out=self.whole)
+        elif self._is_read:
+            for piece, part in zip(self.pieces, parts):
+                part.view(piece.shape).copy_(piece)
         yield
         if self._is_written:
-            for piece, result in zip(self.pieces, self.whole.split([piece.numel() for piece in self.pieces])):
-                piece.copy_(result)
+            for piece, part in zip(self.pieces, parts):
+                piece.copy_(part.view(piece.shape))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a call copies."""
+        return self.whole.nbytes * (self._is_read + self._is_written)
 
 
 def joined_for(
@@ -122,7 +131,7 @@ def joined_for(
 ) -> tuple[Tensor, tuple[Joined, ...]]:
     """The elements of all pieces as one tensor, and what copies them if that is memory of its own.
 
-    Pieces that lie one behind the other already, as those of `tensor.chunk` do, need no copy.
+    Contiguous pieces that lie one behind the other already, as those of `tensor.chunk` do, need no copy.
 
     Args:
         pieces, is_read, is_written: see `Joined`.
@@ -141,6 +150,8 @@ def _one_behind_the_other(pieces: Sequence[Tensor]) -> Tensor | None:
         return pieces[0]
     first, elements = filled[0], 0
     for piece in filled:
+        if not piece.is_contiguous():
+            return None
         same_storage = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same_storage or piece.storage_offset() != first.storage_offset() + elements:
             return None
@@ -148,9 +159,18 @@ def _one_behind_the_other(pieces: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided([elements], [1])
 
 
-def slices_of(tensor: Tensor, parts: Sequence[ParameterSlice]) -> Sequence[Tensor]:
-    """The parts of a contiguous tensor as flat views of it, which autograd knows nothing of."""
-    return tensor.detach().view(-1).split([part.length for part in parts])
+def slices_of(tensor: Tensor, parts: Sequence[ParameterSlice]) -> tuple[Sequence[Tensor], tuple[Joined, ...]]:
+    """The parts of a tensor as views of it, which autograd knows nothing of, and what copies it if it is strided.
+
+    Several parts of a strided tensor are no views of it, but of a copy.
+    """
+    tensor, copies = tensor.detach(), ()
+    if not tensor.is_contiguous():
+        if len(parts) == 1:
+            return [tensor], ()
+        copies = (Joined([tensor]),)
+        tensor = copies[0].whole
+    return tensor.view(-1).split([part.length for part in parts]), copies
 
 
 @dataclass(slots=True, eq=False)  # not frozen: where caches are cold, that takes 15 us longer to make, in every call
@@ -173,6 +193,7 @@ class Call:
         baseline: what a gather or broadcast sends the changes from, without loss; None: all of it is sent.
         joined: memory that several tensors are copied to, and which is `input` or `output` then, or both.
         together: checksum of the dtypes and sizes of all tensors that were passed at once; 0: there was one.
+        is_written: whether this rank gets a result. In a reduce, only its root does.
         plain: collectives that carry the call if it goes plain after all; None: those of the transport.
 
     Set by `run.decide`:
@@ -203,6 +224,7 @@ class Call:
     baseline: Baseline | None = None
     joined: Sequence[Joined] = ()
     together: int = 0
+    is_written: bool = True
     plain: PlainCollectives | None = None
     config: Config | None = None
     bypass: Bypass | None = None
@@ -247,6 +269,22 @@ class Call:
         """Parts of the tensor by the names that error feedback uses."""
         return self.parts if self.residual_parts is None else self.residual_parts
 
+    def copy_strided(self) -> None:
+        """Let the call work on contiguous memory, which is copied from and to tensors that are not contiguous."""
+        in_place = self.output is self.input
+        if not self.input.is_contiguous():
+            self.input = self._copied(self.input, is_written=in_place and self.is_written)
+        if in_place:
+            self.output = self.input
+        elif not self.output.is_contiguous():  # a baseline has versions of it
+            self.output = self._copied(self.output, is_read=self.baseline is not None)
+
+    def _copied(self, tensor: Tensor, is_read: bool = True, is_written: bool = True) -> Tensor:
+        """Contiguous memory in place of a tensor."""
+        copy = Joined([tensor.detach()], is_read, is_written)
+        self.joined = (copy, *self.joined)
+        return copy.whole.view(tensor.shape)
+
     def pieces_in_place(self) -> AbstractContextManager:
         """A context in which `input` holds the joined tensors. Those that are written to have results afterwards."""
         return self._filled() if self.joined else nullcontext()
@@ -265,7 +303,8 @@ class Call:
             plain_bytes = plain_wire_bytes(self.collective, nbytes, world_size)
         else:  # all but what the rank keeps
             plain_bytes = nbytes - pieces.sent[pieces.rank] * pieces.row * self.input.itemsize
-        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_bytes)
+        copied_bytes = sum([joined.copied_bytes for joined in self.joined]) if self.joined else 0
+        return Counters(calls=1, bytes_in=nbytes, plain_bytes=plain_bytes, copied_bytes=copied_bytes)
 
     def plain_counters(self, world_size: int) -> Counters:
         """Counters of a call that goes plain at once."""
@@ -277,19 +316,24 @@ class Call:
 
     def start_plain(self, plain: PlainCollectives):
         """Start the uncompressed collective. Returns its work, which has `wait`."""
-        if self.pieces is not None:
-            return plain.all_to_all_single(self.output, self.input, self.pieces.received, self.pieces.sent)
         match self.collective:
             case "all_reduce":
                 return plain.all_reduce(self.output, self.op, self.scale)
             case "reduce":
                 return plain.reduce(self.output, self.root, self.op)
-            case "reduce_scatter_single":
-                return plain.reduce_scatter_single(self.output, self.input, self.op)
-            case "all_gather_single":
-                return plain.all_gather_single(self.output, self.input)
-            case _:
+            case "broadcast":
                 return plain.broadcast(self.output, self.root)
+
+        # Of any shapes. Gloo wants those of one tensor to follow from those of the other.
+        output, input = self.output.detach().view(-1), self.input.detach().view(-1)
+        match self.collective:
+            case "reduce_scatter_single":
+                return plain.reduce_scatter_single(output, input, self.op)
+            case "all_gather_single":
+                return plain.all_gather_single(output, input)
+            case _:
+                pieces = self.pieces.elements_received(), self.pieces.elements_sent()
+                return plain.all_to_all_single(output, input, *pieces)
 
 
 @dataclass(frozen=True)

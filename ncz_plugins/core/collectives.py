@@ -21,12 +21,12 @@ from .arguments import (
     root_of,
     tensors_of_list,
 )
+from .arrays import is_array, tensor_of
 from .call import Call, Joined, joined_for, slices_of
 from .call_description import checksum_of_list
 from .errors import OutOfMemoryError, UnsupportedError
-from .runtime.device import require_tensor
 from .runtime.handle import Handle
-from .runtime.inference_mode import ordinary, outside_of_inference_mode
+from .runtime.inference_mode import outside_of_inference_mode
 from .training.baseline import Baseline
 from .training.policy import ParameterSlice
 from .training.state import Training
@@ -63,8 +63,8 @@ class Collectives:
         Parts that are treated differently are reduced in one call for each treatment, from and to memory of their own.
 
         Args:
-            tensor: contiguous, of any shape, the same number of elements on all ranks. Floats of 16, 32 and 64 bits are
-                compressed; integers and bool go plain.
+            tensor: or an array, of any shape, the same number of elements on all ranks. Floats of 16, 32 and 64 bits
+                and complex numbers are compressed; integers and bool go plain.
             op: of torch.distributed. Sums and averages are compressed, others go plain.
             role: "gradient", "parameter" or "activation"; tensors of a role that the configuration does not enable go
                 plain. None: the tensor is compressed.
@@ -79,9 +79,10 @@ class Collectives:
         `async_op` the last four when the handle is waited for. So do all collectives here.
         """
         with Beginning(self, "all_reduce"):
-            parts = parts_of("all_reduce", tensor, name, parts)
-            require_kept("all_reduce", tensor, name, kept_as)
-            calls = self._sums([ordinary(tensor)], op, [parts], role, kept_as)
+            memory = tensor_of(tensor, op)
+            parts = parts_of("all_reduce", memory, name, parts)
+            require_kept("all_reduce", memory, name, kept_as)
+            calls = self._sums([memory], op, [parts], role, kept_as)
             return self._start(calls, [tensor], async_op)
 
     def all_reduce_coalesced(
@@ -107,9 +108,10 @@ class Collectives:
         Returns: a handle if `async_op`, else None. Its future gives the list of tensors.
         """
         with Beginning(self, "all_reduce_coalesced"):
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            parts = parts_of_each("all_reduce_coalesced", tensors, names, parts)
-            calls = self._sums([ordinary(each) for each in tensors], op, parts, role)
+            tensors = [tensors] if is_array(tensors) else list(tensors)
+            memory = [tensor_of(each, op) for each in tensors]
+            parts = parts_of_each("all_reduce_coalesced", memory, names, parts)
+            calls = self._sums(memory, op, parts, role)
             return self._start(calls, tensors, async_op)
 
     def reduce_scatter_single(
@@ -127,8 +129,8 @@ class Collectives:
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
 
         Args:
-            output: contiguous, [n] elements in any shape, on the device of `input` and of its dtype.
-            input: contiguous, [world_size * n] elements in any shape; dtypes as of `all_reduce`.
+            output: [n] elements in any shape, on the device of `input` and of its dtype.
+            input: [world_size * n] elements in any shape; dtypes as of `all_reduce`.
             parts: those of `input`, all of which must be treated alike.
             kept_as: see `all_reduce`.
 
@@ -138,11 +140,11 @@ class Collectives:
         differently.
         """
         with Beginning(self, "reduce_scatter_single"):
-            require_sizes("reduce_scatter_single", self.world_size, whole=input, part=output)
-            parts = parts_of("reduce_scatter_single", input, name, parts)
-            require_kept("reduce_scatter_single", input, name, kept_as)
-            memory = ordinary(input), ordinary(output)
-            call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
+            source, memory = tensor_of(input, op, is_written=False), tensor_of(output)
+            require_sizes("reduce_scatter_single", self.world_size, whole=source, part=memory)
+            parts = parts_of("reduce_scatter_single", source, name, parts)
+            require_kept("reduce_scatter_single", source, name, kept_as)
+            call = Call("reduce_scatter_single", source, memory, op, role=role, parts=parts, residual_parts=kept_as)
             return self._start([call], [output], async_op)
 
     reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.13
@@ -177,10 +179,12 @@ class Collectives:
         """
         with Beginning(self, "reduce"):
             root = root_of("reduce", "dst", dst, group_dst, self.ranks)
-            parts = parts_of("reduce", tensor, name, parts)
-            require_kept("reduce", tensor, name, kept_as)
-            memory = ordinary(tensor)
+            is_written = self.rank == root
+            memory = tensor_of(tensor, op, is_written)
+            parts = parts_of("reduce", memory, name, parts)
+            require_kept("reduce", memory, name, kept_as)
             call = Call("reduce", memory, memory, op, root=root, role=role, parts=parts, residual_parts=kept_as)
+            call.is_written = is_written
             return self._start([call], [tensor], async_op)
 
     def all_gather_single(
@@ -198,8 +202,8 @@ class Collectives:
         A rank's own part comes out with the same loss as on its peers, so that all ranks agree.
 
         Args:
-            output: contiguous, [world_size * n] elements in any shape, on the device of `input` and of its dtype.
-            input: contiguous, [n] elements in any shape; dtypes as of `all_reduce`. It may be this rank's part of
+            output: [world_size * n] elements in any shape, on the device of `input` and of its dtype.
+            input: [n] elements in any shape; dtypes as of `all_reduce`. It may be this rank's part of
                 `output`.
             baseline: send what has changed since the last call with the same baseline, without loss. `output` still
                 holds that call's result, but for what this rank has changed in its own part.
@@ -209,10 +213,10 @@ class Collectives:
         Raises what `all_reduce` does, and ValueError for other sizes.
         """
         with Beginning(self, "all_gather_single"):
-            require_sizes("all_gather_single", self.world_size, whole=output, part=input)
-            parts = parts_of("all_gather_single", output, name, None)
-            memory = ordinary(input), ordinary(output)
-            call = Call("all_gather_single", *memory, role=role, parts=parts, baseline=baseline)
+            source, memory = tensor_of(input, is_written=False), tensor_of(output)
+            require_sizes("all_gather_single", self.world_size, whole=memory, part=source)
+            parts = parts_of("all_gather_single", memory, name, None)
+            call = Call("all_gather_single", source, memory, role=role, parts=parts, baseline=baseline)
             return self._start([call], [output], async_op)
 
     all_gather_into_tensor = all_gather_single  # torch's name before 2.13
@@ -233,7 +237,7 @@ class Collectives:
         It changes on `src` as well, by the same loss as on its peers, so that all ranks agree.
 
         Args:
-            tensor: contiguous, of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
+            tensor: of any shape, the same number of elements on all ranks; dtypes as of `all_reduce`.
             src: a global rank; None: 0.
             group_src: the rank within the group, instead of `src`.
             baseline: as in `all_gather_single`.
@@ -244,8 +248,8 @@ class Collectives:
         """
         with Beginning(self, "broadcast"):
             root = root_of("broadcast", "src", src, group_src, self.ranks)
-            parts = parts_of("broadcast", tensor, name, None)
-            memory = ordinary(tensor)
+            memory = tensor_of(tensor)
+            parts = parts_of("broadcast", memory, name, None)
             call = Call("broadcast", memory, memory, root=root, role=role, parts=parts, baseline=baseline)
             return self._start([call], [tensor], async_op)
 
@@ -267,9 +271,9 @@ class Collectives:
         of any size.
 
         Args:
-            output: contiguous, at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It
+            output: at least 1-D, on the device of `input`, of its dtype, and with rows of the same size. It
                 must not share memory with `input`.
-            input: contiguous, at least 1-D; dtypes as of `all_reduce`.
+            input: at least 1-D; dtypes as of `all_reduce`.
             output_split_sizes: rows that come from each rank, 0 allowed; None: the same number from each.
             input_split_sizes: rows that go to each rank, 0 allowed; None: the same number to each.
 
@@ -279,11 +283,11 @@ class Collectives:
         sends another number of rows than the other one expects.
         """
         with Beginning(self, "all_to_all_single"):
+            source, memory = tensor_of(input, is_written=False), tensor_of(output)
             splits = output_split_sizes, input_split_sizes
-            pieces = pieces_of("all_to_all_single", self.rank, self.world_size, output, input, *splits)
-            parts = exchanged_parts("all_to_all_single", input, name)
-            memory = ordinary(input), ordinary(output)
-            call = Call("all_to_all_single", *memory, role=role, parts=parts, pieces=pieces)
+            pieces = pieces_of("all_to_all_single", self.rank, self.world_size, memory, source, *splits)
+            parts = exchanged_parts("all_to_all_single", source, name)
+            call = Call("all_to_all_single", source, memory, role=role, parts=parts, pieces=pieces)
             return self._start([call], [output], async_op)
 
     # ---------------------------------------------------------------- the same with lists of tensors
@@ -303,9 +307,9 @@ class Collectives:
         in memory are copied.
 
         Args:
-            output_tensor_list: for each rank a contiguous tensor of any shape, of the size that the rank sends. It must
+            output_tensor_list: for each rank a tensor of any shape, of the size that the rank sends. It must
                 not share memory with the input.
-            input_tensor_list: for each rank a contiguous tensor of any shape and size, all of one dtype.
+            input_tensor_list: for each rank a tensor of any shape and size, all of one dtype.
 
         Returns: a handle if `async_op`, else None.
 
@@ -313,7 +317,8 @@ class Collectives:
         sends another number of elements than the other one expects.
         """
         with Beginning(self, "all_to_all"):
-            inputs = tensors_of_list("all_to_all", "input_tensor_list", input_tensor_list, self.world_size)
+            given = "input_tensor_list", input_tensor_list, self.world_size
+            inputs = tensors_of_list("all_to_all", *given, is_written=False)
             given = "output_tensor_list", output_tensor_list, self.world_size, inputs[0]
             outputs = tensors_of_list("all_to_all", *given)
             call = self._exchange("all_to_all", inputs, outputs, role, name)
@@ -336,8 +341,8 @@ class Collectives:
         Tensors of the list that don't lie one behind the other in memory are copied.
 
         Args:
-            tensor: contiguous, of any shape; dtypes as of `all_reduce`. Ranks may pass other sizes, unlike torch's.
-            gather_list: on `dst` a contiguous tensor for each rank, of the size that the rank sends; on others None.
+            tensor: of any shape; dtypes as of `all_reduce`. Ranks may pass other sizes, unlike torch's.
+            gather_list: on `dst` a tensor for each rank, of the size that the rank sends; on others None.
             dst: a global rank; None: 0.
             group_dst: the rank within the group, instead of `dst`.
 
@@ -347,9 +352,10 @@ class Collectives:
         """
         with Beginning(self, "gather"):
             root = root_of("gather", "dst", dst, group_dst, self.ranks)
-            require_tensor(tensor)
-            outputs = list_of_root("gather", "gather_list", gather_list, root, self.rank, self.world_size, tensor)
-            inputs = [flat(tensor)[: tensor.numel() if at == root else 0] for at in range(self.world_size)]
+            memory = tensor_of(tensor, is_written=False)
+            given = "gather_list", gather_list, root, self.rank, self.world_size, memory
+            outputs = list_of_root("gather", *given, is_written=True)
+            inputs = [flat(memory)[: memory.numel() if at == root else 0] for at in range(self.world_size)]
             call = self._exchange("gather", inputs, outputs, role, name, root)
             return self._start([call], gather_list or [], async_op)
 
@@ -370,8 +376,8 @@ class Collectives:
         Tensors of the list that don't lie one behind the other in memory are copied.
 
         Args:
-            tensor: contiguous, of any shape; dtypes as of `all_reduce`. Ranks may pass other sizes, unlike torch's.
-            scatter_list: on `src` a contiguous tensor for each rank, of the size that the rank expects; on others None.
+            tensor: of any shape; dtypes as of `all_reduce`. Ranks may pass other sizes, unlike torch's.
+            scatter_list: on `src` a tensor for each rank, of the size that the rank expects; on others None.
             src: a global rank; None: 0.
             group_src: the rank within the group, instead of `src`.
 
@@ -381,9 +387,10 @@ class Collectives:
         """
         with Beginning(self, "scatter"):
             root = root_of("scatter", "src", src, group_src, self.ranks)
-            require_tensor(tensor)
-            inputs = list_of_root("scatter", "scatter_list", scatter_list, root, self.rank, self.world_size, tensor)
-            outputs = [flat(tensor)[: tensor.numel() if at == root else 0] for at in range(self.world_size)]
+            memory = tensor_of(tensor)
+            given = "scatter_list", scatter_list, root, self.rank, self.world_size, memory
+            inputs = list_of_root("scatter", *given, is_written=False)
+            outputs = [flat(memory)[: memory.numel() if at == root else 0] for at in range(self.world_size)]
             call = self._exchange("scatter", inputs, outputs, role, name, root)
             return self._start([call], [tensor], async_op)
 
@@ -399,20 +406,20 @@ class Collectives:
         """Fill `tensor_list` with the tensors of all ranks, in rank order: `all_gather_single` with a list.
 
         Args:
-            tensor_list: for each rank a contiguous tensor of the size of `tensor`. Tensors that don't lie one behind
+            tensor_list: for each rank a tensor of the size of `tensor`. Tensors that don't lie one behind
                 the other in memory are copied.
-            tensor: contiguous, of any shape; dtypes as of `all_reduce`.
+            tensor: of any shape; dtypes as of `all_reduce`.
 
         Returns: a handle if `async_op`, else None.
 
         Raises what `all_reduce` does, and ValueError for another list.
         """
         with Beginning(self, "all_gather"):
-            require_tensor(tensor)
-            given = "tensor_list", tensor_list, self.world_size, tensor, tensor.numel()
+            source = flat(tensor_of(tensor, is_written=False))
+            given = "tensor_list", tensor_list, self.world_size, source, source.numel()
             output, joined = joined_for(tensors_of_list("all_gather", *given), is_written=True)
             parts = parts_of("all_gather", output, name, None)
-            call = Call("all_gather_single", ordinary(tensor), output, role=role, parts=parts, joined=joined)
+            call = Call("all_gather_single", source, output, role=role, parts=parts, joined=joined)
             return self._start([call], tensor_list, async_op)
 
     def reduce_scatter(
@@ -432,8 +439,8 @@ class Collectives:
         It is `reduce_scatter_single` with a list.
 
         Args:
-            output: contiguous, of any shape; dtypes as of `all_reduce`.
-            input_list: for each rank a contiguous tensor of the size of `output`. Tensors that don't lie one behind the
+            output: of any shape; dtypes as of `all_reduce`.
+            input_list: for each rank a tensor of the size of `output`. Tensors that don't lie one behind the
                 other in memory are copied.
             parts: those of all tensors of the list, all of which must be treated alike.
             kept_as: see `all_reduce`.
@@ -443,13 +450,12 @@ class Collectives:
         Raises what `reduce_scatter_single` does, and ValueError for another list.
         """
         with Beginning(self, "reduce_scatter"):
-            require_tensor(output)
-            given = "input_list", input_list, self.world_size, output, output.numel()
-            input, joined = joined_for(tensors_of_list("reduce_scatter", *given), is_read=True)
+            memory = flat(tensor_of(output, op))
+            given = "input_list", input_list, self.world_size, memory, memory.numel(), op
+            input, joined = joined_for(tensors_of_list("reduce_scatter", *given, is_written=False), is_read=True)
             parts = parts_of("reduce_scatter", input, name, parts)
             require_kept("reduce_scatter", input, name, kept_as)
-            memory = input, ordinary(output)
-            call = Call("reduce_scatter_single", *memory, op, role=role, parts=parts, residual_parts=kept_as)
+            call = Call("reduce_scatter_single", input, memory, op, role=role, parts=parts, residual_parts=kept_as)
             call.joined = joined
             return self._start([call], [output], async_op)
 
@@ -467,7 +473,7 @@ class Collectives:
         """The call that sends tensor i of `inputs` to rank i, and fills tensor i of `outputs` with what rank i sends.
 
         Args:
-            inputs, outputs: flat, one for each rank, empty where nothing is sent.
+            inputs, outputs: one for each rank, empty where nothing is sent, see `arguments.flat`.
         """
         pieces = pieces_of_lists(collective, self.rank, inputs, outputs)
         input, read = joined_for(inputs, is_read=True)
@@ -507,11 +513,16 @@ class Collectives:
                 calls.append(call)
                 continue
 
-            slices = [piece for at in places for piece in slices_of(tensors[at], parts[at])]
+            slices, copies = [], []
+            for at in places:
+                its_slices, its_copies = slices_of(tensors[at], parts[at])
+                slices += its_slices
+                copies += its_copies
             for _, indices in alike:
                 joined = Joined([slices[at] for at in indices])
                 its_parts = [own[at] for at in indices]
-                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts, joined=(joined,))
+                call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts)
+                call.joined = (*copies, joined)
                 call.residual_parts, call.together = kept_as, together
                 calls.append(call)
         return calls

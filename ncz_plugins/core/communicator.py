@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .arrays import giving
 from .call import Call
 from .call_description import refusal
 from .call_queue import CallQueue
@@ -55,7 +56,11 @@ class Communicator(Collectives, Messages):
     that nothing else gets between its messages, and refuses (MismatchError) ranks that differ in
     version or configuration.
 
-    The collectives work in place like torch.distributed's, on contiguous tensors of any shape.
+    The collectives work in place like torch.distributed's, on tensors and arrays of any shape: those of torch, numpy,
+    CuPy, or of another library with `__dlpack__`. Results appear in the caller's own array. What is not contiguous is
+    copied for the call; `Counters.copied_bytes` counts that. A complex number is a pair of floats, each of which keeps
+    the bound; sizes in messages and of `parts` count these floats.
+
     With `async_op=True` they return a handle with `wait()`, and run one after another on a
     background thread, in the order they were made. Results are bit-identical on all ranks. For
     float32 and float64 the error of an element is at most `eb` times the ranks summed (SUM), or
@@ -235,7 +240,7 @@ class Communicator(Collectives, Messages):
         if len(calls) == 1:
             handle = calls_there.begin(calls[0], async_op)
             if async_op:
-                return handle.giving(*outputs)
+                return giving(handle, outputs, calls[0].output)
         else:
             handles = [calls_there.begin(call, async_op=True).giving(call.output) for call in calls]
             handle = Handles(handles, outputs)

@@ -57,7 +57,7 @@ class PeerError(NczError, RuntimeError):
 class UnsupportedError(NczError, TypeError):
     """Request that can't be compressed, where silently sending it uncompressed would be wrong.
 
-    Examples: a tensor on a device without kernels, a strided tensor, a framework feature that bypasses the compressed
+    Examples: a tensor on a device without kernels, a read-only array, a framework feature that bypasses the compressed
     path, a limit on open files below the number of connections. Remedy: the message names the setting or limit to
     change, or what to call instead.
     """

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import parts_of
+from .arguments import flat, parts_of
+from .arrays import giving, tensor_of
 from .call import Call, Pieces
 from .call_description import refusal
 from .call_queue import CallQueue
@@ -32,9 +33,9 @@ from .group import Group
 from .on_gpu import GpuCalls
 from .on_host import HostCalls
 from .run import tell
-from .runtime.device import HOST, require_tensor
+from .runtime.device import HOST
 from .runtime.handle import Handle
-from .runtime.inference_mode import ordinary, outside_of_inference_mode
+from .runtime.inference_mode import outside_of_inference_mode
 from .transport.nccl_classes import nccl_class_of
 from .transport.plain import TorchCollectives
 from .transport.routes import OneWayRoutes
@@ -79,7 +80,7 @@ class Messages:
         use `isend` or `batch_isend_irecv`.
 
         Args:
-            tensor: contiguous, of any shape. Floats of 16, 32 and 64 bits are compressed; integers and bool go plain.
+            tensor: of any shape. Floats of 16, 32 and 64 bits are compressed; integers and bool go plain.
             tag: any number, the same as that of the recv. It selects no message: messages from one rank to another
                 arrive in the order in which they were sent.
             role: "gradient", "parameter" or "activation", as in `all_reduce`, the same as that of the recv.
@@ -134,7 +135,10 @@ class Messages:
         decided = [self._decided(message) for message in messages]
         with outside_of_inference_mode():
             begun = [calls.begin(call, async_op) for calls, call in decided]
-        return [handle and handle.giving(message.tensor) for handle, message in zip(begun, messages)]
+        return [
+            handle and giving(handle, [message.tensor], call.output)
+            for handle, message, (_, call) in zip(begun, messages, decided)
+        ]
 
     def _decided(self, message: _Message) -> tuple[HostCalls | GpuCalls, Call]:
         """The call of a message, and what begins it. The other rank is told if this one can't make its call."""
@@ -182,8 +186,7 @@ class _Message(NamedTuple):
         """The call, in which this rank sends all or receives all. Raises UnsupportedError, ValueError."""
         if not isinstance(self.tag, int) or not 0 <= self.tag <= _MOST_TAG:
             raise ValueError(f"{self.what}: tag must be a number from 0 to {_MOST_TAG}, got {self.tag!r}")
-        require_tensor(self.tensor)
-        whole = ordinary(self.tensor).detach().view(-1)
+        whole = flat(tensor_of(self.tensor, is_written=not self.is_send))
         # Memory of its own: to write to no elements of a tensor is a change of it for autograd, too.
         nothing = torch.empty(0, dtype=whole.dtype, device=whole.device)
         rows, none = (0, whole.numel()), (0, 0)
@@ -191,7 +194,7 @@ class _Message(NamedTuple):
             memory, pieces = (whole, nothing), Pieces(rows, none, 1, _SOURCE)
         else:
             memory, pieces = (nothing, whole), Pieces(none, rows[::-1], 1, _DESTINATION)
-        parts = parts_of(self.what, self.tensor, self.name, None)
+        parts = parts_of(self.what, whole, self.name, None)
         return Call("send_recv", *memory, role=self.role, parts=parts, pieces=pieces, tag=self.tag)
 
 

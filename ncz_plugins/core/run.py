@@ -61,7 +61,7 @@ from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
 from .group import Group
 from .planning import frames_of, plan
-from .runtime.device import HOST, Device, require_kernels, require_tensor
+from .runtime.device import HOST, Device, require_kernels
 from .runtime.recorded import NEVER, RecordedCall
 from .runtime.statistics import Counters
 from .runtime.trace import span
@@ -97,9 +97,8 @@ def decide(group: Group, call: Call) -> None:
     Raises UnsupportedError for tensors that can't be served, where a call's parts are treated differently, where GPUs
     lack the coder, and where error feedback would not know a parameter by name; ValueError for an unknown role.
     """
-    for tensor in (call.input,) if call.output is call.input else (call.input, call.output):
-        require_tensor(tensor)
-        require_kernels(tensor.device)
+    require_kernels(call.input.device)
+    call.copy_strided()
     call.config, call.bypass, call.described = _decision(group, call)
     if call.bypass:
         return

@@ -10,7 +10,6 @@ backend_calls.py  its calls: which go compressed, and how they become those of a
 roles.py          what it takes a tensor for: a gradient, a weight or an activation
 torchft.py        a process group for torchft and DiLoCo
 compression.py    base class of what `ddp.compress` and `fsdp.compress` return
-strided.py        reductions of tensors that need not be contiguous
 work.py           works of torch that stand for handles of ours
 private.py        torch's private names that these files use
 """

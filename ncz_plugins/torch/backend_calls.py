@@ -26,7 +26,6 @@ from ..core.runtime.handle import Handle, Handles
 from ..core.runtime.statistics import Counters, Statistics
 from ..core.training.state import Training
 from . import private, roles
-from .strided import all_reduce, reduce, reduce_scatter, reduce_scatter_of_list
 from .work import HandleWork
 
 ENVIRONMENT = "NCZ_CONFIG"
@@ -81,28 +80,28 @@ class BackendCalls:
         # DDP counts the ranks that have data left by sums of one number. Before torch 2.14 its C++ can't keep the work
         # of such a sum alive if the work is written in Python.
         small = Bypass.TOO_SMALL if len(tensors) != 1 or tensors[0].numel() == 1 else None
-        return self._reduced(all_reduce, "allreduce", tensors, (tensors,), opts, small)
+        return self._reduced(_all_reduce, "allreduce", tensors, (tensors,), opts, small)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts=None) -> dist.Work:
         """Reduce several tensors over ranks, in place. Compressed if they are gradients."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        return self._reduced(all_reduce, "allreduce_coalesced", tensors, (tensors,), opts)
+        return self._reduced(_all_reduce, "allreduce_coalesced", tensors, (tensors,), opts)
 
     def reduce(self, tensors: list[Tensor], opts=None) -> dist.Work:
         """Reduce one tensor over ranks, in place on one of them. Compressed if it is a gradient."""
         opts = dist.ReduceOptions() if opts is None else opts
-        return self._reduced(partial(reduce, group_dst=opts.rootRank), "reduce", tensors, (tensors,), opts)
+        return self._reduced(partial(_reduce, group_dst=opts.rootRank), "reduce", tensors, (tensors,), opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts=None) -> dist.Work:
         """Reduce a list of tensors over ranks, and leave the rank's own in the one of `outputs`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         tensors, arguments = list(_tensors_in(inputs)), (outputs, inputs)
-        return self._reduced(reduce_scatter_of_list, "reduce_scatter", tensors, arguments, opts, _by_sizes(tensors))
+        return self._reduced(_reduce_scatter_of_list, "reduce_scatter", tensors, arguments, opts, _by_sizes(tensors))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts=None) -> dist.Work:
         """Reduce `input`, [ranks * elements of output], over ranks, and write this rank's share to `output`."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        return self._reduced(reduce_scatter, private.REDUCE_SCATTER, [input], (output, input), opts)
+        return self._reduced(_reduce_scatter, private.REDUCE_SCATTER, [input], (output, input), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts=None) -> dist.Work:
         """Reduce and scatter several tensors, one call for each. Compressed if they are gradients."""
@@ -362,11 +361,31 @@ for _name in _WITHOUT_SUM:
         setattr(BackendCalls, _name, _without_sum(_name))
 
 
+def _all_reduce(communicator: Communicator, tensors: Sequence[Tensor], op, role: str) -> Handle:
+    return communicator.all_reduce_coalesced(tensors, op, async_op=True, role=role)
+
+
+def _reduce(communicator: Communicator, tensors: Sequence[Tensor], op, role: str, *, group_dst: int) -> Handle:
+    [tensor] = tensors
+    return communicator.reduce(tensor, op=op, async_op=True, group_dst=group_dst, role=role)
+
+
+def _reduce_scatter(communicator: Communicator, output: Tensor, input: Tensor, op, role: str) -> Handle:
+    return communicator.reduce_scatter_single(output, input, op, async_op=True, role=role)
+
+
+def _reduce_scatter_of_list(
+    communicator: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op, role: str
+) -> Handle:
+    [output], [tensors] = outputs, inputs
+    return communicator.reduce_scatter(output, tensors, op, async_op=True, role=role)
+
+
 def _reduce_scatters(
     communicator: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op, role: str
 ) -> Handle:
     """Reduce and scatter several tensors, one call for each."""
-    handles = [reduce_scatter(communicator, *pair, op, role) for pair in zip(outputs, inputs)]
+    handles = [_reduce_scatter(communicator, *pair, op, role) for pair in zip(outputs, inputs)]
     return Handles(handles, list(outputs))
 
 

@@ -25,7 +25,7 @@ def all_to_all_single(
 
     The gradient of the output goes back the same way: the backward pass exchanges it with the split sizes swapped, by a
     call of the same role. So both directions are compressed if the configuration's `roles` lists the role, or neither.
-    All ranks must need the gradient, or none. A copy makes `input` contiguous if it isn't.
+    All ranks must need the gradient, or none.
 
     Args:
         input: at least 1-D; dtypes as of `Communicator.all_reduce`.
@@ -49,7 +49,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx, input: Tensor, received, sent, communicator: Communicator, role: str | None, name: str | None):
         ctx.given = sent, received, communicator, role, name
         output = input.new_empty(input.shape if received is None else (sum(received), *input.shape[1:]))
-        communicator.all_to_all_single(output, input.contiguous(), received, sent, role=role, name=name)
+        communicator.all_to_all_single(output, input, received, sent, role=role, name=name)
         return output
 
     @staticmethod

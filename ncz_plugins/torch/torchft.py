@@ -27,7 +27,6 @@ from ..core.errors import PeerError, UnsupportedError
 from ..core.runtime.statistics import Statistics
 from ..core.training.state import Training
 from ..core.transport.base import peer_errors
-from .strided import all_reduce
 from .work import HandleWork
 
 
@@ -91,7 +90,7 @@ class CompressedProcessGroup(ProcessGroupWrapper):
         if self._communicator is None:
             raise PeerError("this process group has no quorum: it was never configured, or was aborted")
         op = opts.reduceOp.op if isinstance(opts, dist.AllreduceOptions) else opts
-        return HandleWork(all_reduce(self._communicator, tensors, op))
+        return HandleWork(self._communicator.all_reduce_coalesced(tensors, op, async_op=True, role="gradient"))
 
     def errored(self) -> Exception | None:
         """The error that broke this quorum's connections, None if there was none. torchft then forms a new quorum."""

@@ -302,15 +302,15 @@ REFUSED = {
         0,
     ),
     "strides": (
-        lambda c: c.gather(FIVE, [torch.ones(5, 2)[:, 0], torch.ones(5)]),
+        lambda c: c.gather(FIVE, [torch.ones(1).expand(5), torch.ones(5)]),
         UnsupportedError,
-        "gather: gather_list[0]: tensor with strides (2,): pass tensor.contiguous()",
+        "gather: gather_list[0]: tensor with strides (0,), whose elements share memory",
         0,
     ),
-    "strides of the tensor": (
-        lambda c: c.scatter(torch.ones(5, 2)[:, 0], None, 1),
+    "layout": (
+        lambda c: c.gather(FIVE, [torch.ones(5).to_sparse(), torch.ones(5)]),
         UnsupportedError,
-        "contiguous()",
+        "gather: gather_list[0]: tensor of layout torch.sparse_coo: pass tensor.to_dense()",
         0,
     ),
     "no tensor": (lambda c: c.gather([1.0], None, 1), UnsupportedError, "list: not a torch.Tensor", 0),

@@ -185,12 +185,12 @@ def test_what_no_rank_can_send_is_refused_by_name_and_all_go_on(group):
         reduce = communicator.all_reduce
         for tensor, words in (
             ([1.0, 2.0], ("list", "torch.Tensor")),
-            (np.ones(5), ("ndarray", "torch.Tensor")),
+            (np.float32(5), ("float32", "torch.Tensor")),
             (fake, ("FakeTensor",)),
             (torch.ones(SMALL).to_sparse(), ("sparse",)),
             (torch.ones(5, dtype=torch.int16), ("int16", "convert")),
             (torch.ones(5).to(torch.float8_e4m3fn), ("float8_e4m3fn", "convert")),
-            (torch.ones(10, 10).t()[1:], ("contiguous()",)),
+            (torch.ones(10, 1).expand(10, 10)[1:], ("clone()",)),
         ):
             refused(communicator, lambda t=tensor: reduce(t), UnsupportedError, *words)
         integers = torch.ones(5, dtype=torch.int32)
@@ -206,7 +206,7 @@ def heard_of(group, size: int) -> None:
     with Communicator({"transport": {"timeout_seconds": 2 * SOON}}, group) as communicator:
         started = time.monotonic()
         if last:
-            raises(UnsupportedError, lambda: communicator.all_reduce(tensor.t()), "contiguous()")
+            raises(UnsupportedError, lambda: communicator.all_reduce(tensor.to_sparse()), "to_dense()")
         else:
             raises(MismatchError, lambda: communicator.all_reduce(tensor), f"rank {world_size - 1} refused")
         assert time.monotonic() - started < SOON

@@ -399,14 +399,15 @@ def test_what_can_not_be_is_refused_before_anything_is_sent(group):
 @pytest.mark.parametrize(
     "error, told, tensor, options",
     [
-        ("UnsupportedError", "contiguous", "strided", {}),
-        ("UnsupportedError", "complex64", "complex", {}),
+        ("UnsupportedError", "to_dense", "sparse", {}),
+        ("UnsupportedError", "resolve_conj", "conjugated", {}),
         ("ValueError", "role must be one of", "dense", {"role": "weights"}),
         ("ValueError", "tag must be a number from 0", "dense", {"tag": -1}),
     ],
 )
 def test_a_rank_that_refuses_its_message_tells_the_other_one(group, error, told, tensor, options):
-    made = {"strided": torch.ones(4, 4)[:, :2], "complex": torch.ones(4, dtype=torch.complex64), "dense": torch.ones(8)}
+    complex_numbers = torch.ones(4, dtype=torch.complex64)
+    made = {"sparse": torch.ones(8).to_sparse(), "conjugated": complex_numbers.conj(), "dense": torch.ones(8)}
     with opened(group) as communicator:
         if rank == 0:
             with pytest.raises((UnsupportedError, ValueError), match=told) as caught:

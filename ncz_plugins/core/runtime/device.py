@@ -350,23 +350,6 @@ def require_kernels(device: torch.device) -> None:
         raise UnsupportedError(f"device {device}: {error}; or {remedy}") from error
 
 
-def require_tensor(tensor: object) -> None:
-    """Raise UnsupportedError, with a remedy, unless `tensor` is a dense, contiguous tensor with its own memory."""
-    if not isinstance(tensor, Tensor):
-        raise UnsupportedError(f"{type(tensor).__name__}: not a torch.Tensor; pass torch.as_tensor(...)")
-    if not has_memory(tensor):
-        raise UnsupportedError(
-            f"{type(tensor).__name__}: this kind of tensor has no memory of its own; pass a plain torch.Tensor, "
-            "for a DTensor its to_local()"
-        )
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(f"tensor of layout {tensor.layout}: pass tensor.to_dense()")
-    if tensor.is_neg():
-        raise UnsupportedError("tensor that is a negated view of another one: pass tensor.resolve_neg()")
-    if not tensor.is_contiguous():
-        raise UnsupportedError(f"tensor with strides {tensor.stride()}: pass tensor.contiguous()")
-
-
 def has_memory(tensor: Tensor) -> bool:
     """Whether this tensor has memory of its own, unlike DTensors and other subclasses that wrap tensors."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -22,7 +22,8 @@ class Handle(ABC):
     """Handle of a collective that was started. It has the methods of torch.distributed's `Work`.
 
     Attributes:
-        outputs: the tensors that the collective writes to on this rank, all on one device.
+        outputs: what the collective writes to on this rank, all on one device: tensors, or the caller's own arrays if
+            these are of another library. Then this is a `Handles`.
     """
 
     outputs: Sequence[Tensor] = ()
@@ -72,8 +73,8 @@ class Handles(Handle):
     """Handle of several collectives.
 
     Args:
-        handles: one of each collective, in the order in which they run.
-        outputs: the tensors that all of them write to.
+        handles: one of each collective, in the order in which they run, whose outputs are tensors.
+        outputs: what all of them write to.
     """
 
     def __init__(self, handles: Sequence[Handle], outputs: Sequence[Tensor] = ()):
@@ -98,20 +99,41 @@ class Handles(Handle):
         return next((error for handle in self._handles if (error := handle.exception()) is not None), None)
 
     def get_future(self) -> Future[list[Tensor]]:
-        future = self._new_future()  # not that of collect_all, which makes no CUDA stream wait
+        # Not that of collect_all, which makes no CUDA stream wait.
+        future = self._handles[0]._new_future()
 
         def complete(done: Future) -> None:
-            with _on_unused_stream(self.outputs):  # `value` makes the current CUDA stream wait
+            with _on_unused_stream(self._handles[0].outputs):  # `value` makes the current CUDA stream wait
                 try:
                     for each in done.value():
                         each.value()  # raises the error of this collective
                 except Exception as error:
                     fail(future, error.with_traceback(None))  # its traceback holds `future`
                 else:
-                    future.set_result(list(self.outputs))
+                    future.set_result(self._value())
 
         collect_all([handle.get_future() for handle in self._handles]).add_done_callback(complete)
         return future
+
+    def _value(self) -> list:
+        """The value of a future."""
+        if all(isinstance(each, Tensor) for each in self.outputs):
+            return list(self.outputs)
+        return _Arrays(self.outputs, [tensor for handle in self._handles for tensor in handle.outputs])
+
+
+class _Arrays(list):
+    """Arrays of other libraries as the value of a future.
+
+    A future on a GPU pickles its value to find the tensors whose memory streams must wait for: it finds `tensors`.
+    """
+
+    def __init__(self, arrays: Sequence[object], tensors: list[Tensor]):
+        super().__init__(arrays)
+        self._tensors = tensors
+
+    def __reduce__(self):
+        return list, (self._tensors,)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ class Counters:
             (`transport.hierarchy`), only bytes to other nodes.
         wire_bytes: bytes that were sent: frames, agreements, and plain calls in full.
         local_bytes: bytes that were sent uncompressed to ranks of the same node, on top of `wire_bytes`.
+        copied_bytes: bytes that were copied between the caller's tensors and contiguous memory: of tensors that are not
+            contiguous, and of several tensors that one call joins. To memory and back counts twice.
         bypasses: reason to go plain -> calls.
         bypassed_bytes: reason to go plain -> bytes that these calls sent, as part of `wire_bytes`.
         plain_bytes_by_role, wire_bytes_by_role: role -> `plain_bytes` and `wire_bytes` of calls with a role:
@@ -45,6 +47,7 @@ class Counters:
     plain_bytes: int = 0
     wire_bytes: int = 0
     local_bytes: int = 0
+    copied_bytes: int = 0
     bypasses: dict[str, int] = field(default_factory=dict)
     bypassed_bytes: dict[str, int] = field(default_factory=dict)
     plain_bytes_by_role: dict[str, int] = field(default_factory=dict)

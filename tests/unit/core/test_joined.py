@@ -29,7 +29,8 @@ BOUND = 0.01
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_pieces_are_taken_when_the_job_runs_and_get_the_results(lengths):
     tensor = torch.zeros(sum(lengths))
-    joined = Joined(slices_of(tensor, [ParameterSlice(None, length) for length in lengths])[::-1])
+    slices, _ = slices_of(tensor, [ParameterSlice(None, length) for length in lengths])
+    joined = Joined(slices[::-1])
     seen = []
 
     tensor += torch.arange(float(sum(lengths)))  # by a call before it, say
@@ -43,7 +44,8 @@ def test_pieces_are_taken_when_the_job_runs_and_get_the_results(lengths):
 
 def test_pieces_stay_as_they_are_if_the_job_fails():
     tensor = torch.zeros(2, 3, requires_grad=True)
-    joined = Joined(slices_of(tensor, [ParameterSlice("a", 4), ParameterSlice("b", 2)]))
+    slices, _ = slices_of(tensor, [ParameterSlice("a", 4), ParameterSlice("b", 2)])
+    joined = Joined(slices)
 
     with pytest.raises(PeerError, match="gone"), joined.filled():
         joined.whole += 1

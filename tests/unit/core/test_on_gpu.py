@@ -79,10 +79,15 @@ def test_plain_and_compressed_calls_in_turns(config, async_op):
             tensor = values(communicator.rank, numel)
             begun(calls, tensor, async_op)
             results.append(tensor)
+        for numel in (100, 10_000):
+            strided = torch.empty(2 * numel)[::2].copy_(values(communicator.rank, numel))
+            begun(calls, strided, async_op)
+            results.append(strided.contiguous())
         pieces = list(values(communicator.rank, 90).split(30))
         begun(calls, (joined := Joined(pieces)).whole, async_op, [joined])
         total = communicator.stats.total
-        assert (total.calls, total.compressed_calls, total.bypasses) == (6, 2, {"too small": 4})
+        assert (total.calls, total.compressed_calls, total.bypasses) == (8, 3, {"too small": 5})
+        assert total.copied_bytes == 2 * 4 * (100 + 10_000 + 90)
         return [*results, torch.cat(pieces)]
 
     by_rank = play_communicators(2, config, body)

@@ -74,9 +74,15 @@ def test_a_policy_decides_for_its_parameters():
         decided(chosen, summed(torch.zeros(4), "a.bias", "head.weight"))
 
 
-def test_a_strided_tensor_is_refused():
-    with pytest.raises(UnsupportedError, match="strides"):
-        decided(collectives(), summed(torch.zeros(4, 4).t()))
+def test_a_call_of_a_strided_tensor_works_on_a_contiguous_copy():
+    tensor = torch.arange(20.0).view(4, 5).t()
+    call = decided(collectives(), summed(tensor))
+    assert call.input is call.output and call.input.is_contiguous() and call.input.shape == tensor.shape
+    with call.pieces_in_place():
+        assert torch.equal(call.input, tensor)
+        call.output.add_(1)
+    assert torch.equal(tensor, torch.arange(1.0, 21.0).view(4, 5).t())
+    assert call.new_counters(3).copied_bytes == 2 * tensor.nbytes
 
 
 def test_error_feedback_needs_a_name():
