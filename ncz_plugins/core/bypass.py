@@ -98,13 +98,14 @@ def scales_or_bypass(
     addends: int,
     divisor: float = 1,
     backend: HostBackend | None = None,
+    result: torch.dtype | None = None,
 ) -> Scales | Bypass:
     """Quantization steps derived from what the ranks agreed on, or the reason to go plain.
 
     Args:
-        agreed, layout, quantizer, dtype, addends, divisor, backend: see `quantize.derive`.
+        agreed, layout, quantizer, dtype, addends, divisor, backend, result: see `quantize.derive`.
     """
-    derived = derive(agreed, layout, quantizer, dtype, addends, divisor, backend)
+    derived = derive(agreed, layout, quantizer, dtype, addends, divisor, backend, result)
     return by_scales(derived, dtype) or derived.scales
 
 

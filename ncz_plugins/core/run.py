@@ -395,7 +395,7 @@ def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tenso
     with span("measure", source.data.nbytes, call.counters):
         if made.feedback:
             source = made.feedback.added_to(source)
-        most = most_summable(quantizer, source.data.dtype, made.addends, made.divisor)
+        most = most_summable(quantizer, made.output.data.dtype, made.addends, made.divisor)
         given = device.backend, source, made.layout, made.measured, quantizer, most
         if not device.in_batches:
             return source, measure(*given)
@@ -428,10 +428,13 @@ def _quantizing_codec(
     On a GPU the host does not wait for the steps, and learns the reason later: see `Outcome`.
     """
     made, quantizer, dtype = call.plan, call.config.quantizer, source.data.dtype
+    # Error feedback adds to 16-bit values in float32, and results have 16 bits.
+    final = made.output.data.dtype
     if not device.in_batches:
-        found = scales_or_bypass(agreed, made.layout, quantizer, dtype, made.addends, made.divisor, device.backend)
+        rule = quantizer, dtype, made.addends, made.divisor
+        found = scales_or_bypass(agreed, made.layout, *rule, device.backend, final)
         return found if isinstance(found, Bypass) else _codec(call, source, found, device, transport)
-    rule = step_rule(quantizer, dtype, made.addends, made.divisor)
+    rule = step_rule(quantizer, dtype, made.addends, made.divisor, final)
     derive = partial(derive_on_gpu, device.backend, agreed, made.layout, quantizer, rule)
     scales, on_device = call.recorded.queue("derive", derive)
     outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, made.layout.steps), dtype))

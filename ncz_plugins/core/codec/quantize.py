@@ -96,7 +96,13 @@ def smallest_bound(dtype: torch.dtype, divisor: float = 1) -> float:
 
 
 @lru_cache(maxsize=64)
-def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> StepRule:
+def step_rule(
+    quantizer: QuantizerConfig,
+    dtype: torch.dtype,
+    addends: int,
+    divisor: float = 1,
+    result: torch.dtype | None = None,
+) -> StepRule:
     """The constants for deriving steps, which all blocks of a call share. For the arguments see `derive`."""
     work, final = np.finfo(work_dtype(dtype)), torch.finfo(dtype)
     return StepRule(
@@ -108,7 +114,7 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
         steps_per_bound=_STEPS_PER_BOUND[quantizer.kind_in_effect],
         least=smallest_bound(dtype, divisor),
         reserved=_ROUNDINGS * float(work.epsneg),
-        most=final.max,
+        most=torch.finfo(result or dtype).max,
         rounding=final.eps / 2 if addends == 1 and dtype.itemsize == 2 else 0.0,
         tiny=final.tiny,
         cap=float(work.max) / 4,
@@ -116,7 +122,7 @@ def step_rule(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divi
 
 
 def most_summable(quantizer: QuantizerConfig, dtype: torch.dtype, addends: int, divisor: float = 1) -> float:
-    """The largest magnitude of a rank's values with which no sum can overflow: `most` of `measure`."""
+    """The largest magnitude of a rank's values with which no sum of `dtype` can overflow: `most` of `measure`."""
     # A value may come out larger by the bound, which is at most `quantizer.value` times the largest magnitude.
     return torch.finfo(dtype).max * divisor / addends / (1 + quantizer.value)
 
@@ -207,6 +213,7 @@ def derive(
     addends: int,
     divisor: float = 1,
     backend: HostBackend | None = None,
+    result: torch.dtype | None = None,
 ) -> Derived:
     """Derive quantization steps from the measurements of all ranks, and estimate the bits that codes take.
 
@@ -216,8 +223,9 @@ def derive(
         addends: number of ranks whose codes are summed; 1 for gathers and broadcasts.
         divisor: sums are divided by it; the number of ranks for an average.
         backend: kernels that derive the steps of small blocks faster; the steps are the same. None: numpy.
+        result: dtype of results, which must not overflow; None: that of the values.
     """
-    work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor)
+    work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor, result)
 
     # The default needs one pass of the kernels.
     if backend is not None and agreed.dtype == torch.bfloat16 and quantizer.block_in_effect == SCALE_BLOCK:

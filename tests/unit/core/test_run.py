@@ -211,14 +211,17 @@ def test_values_that_are_not_finite_go_plain_on_all_ranks_alike():
     assert bypasses == {"non-finite": 1}
 
 
+@pytest.mark.parametrize("mode", ["rel", "rms"])
+@pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_values_whose_sum_overflows_go_plain_although_each_is_finite(dtype):
+def test_values_whose_sum_overflows_go_plain_although_each_is_finite(dtype, feedback, mode):
     """Whoever scales the loss sees by the infinity which steps to leave out."""
 
     def body(transport):
-        chosen, tensor = collectives(transport.rank), values(transport.rank, 10_000, dtype)
+        quantizer = {"mode": mode, "value": 0.01, "error_feedback": feedback}
+        chosen, tensor = collectives(transport.rank, quantizer=quantizer), values(transport.rank, 10_000, dtype)
         tensor[7] = 0.9 * torch.finfo(dtype).max
-        reduce(chosen, transport, tensor)
+        run_decided(chosen, summed(tensor, "weight"), Host(), transport)
         return tensor, chosen.training.stats.total
 
     for tensor, total in play(2, body):
