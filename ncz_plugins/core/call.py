@@ -207,6 +207,7 @@ class Call:
 
     Set by `run.run`:
         counters: bytes and seconds.
+        has_arrived: whether pieces travelled while ranks compared them, and `output` holds them.
         recorded: its launches on a GPU, if they are recorded or replayed.
     """
 
@@ -231,6 +232,7 @@ class Call:
     described: Mapping[str, int] = field(default_factory=dict)
     plan: Plan | None = None
     counters: Counters | None = None
+    has_arrived: bool = False
     recorded: RecordedCall = NEVER
 
     @property
@@ -253,6 +255,16 @@ class Call:
         if self.collective == "send_recv":  # the input of one rank, and the output of the other
             return self.input if self.input.numel() else self.output
         return self.output if self.collective == "all_gather_single" else self.input
+
+    @property
+    def pieces_sent(self) -> Sequence[Tensor]:
+        """What goes to each rank, flat."""
+        return self.input.detach().view(-1).split(self.pieces.elements_sent())
+
+    @property
+    def pieces_received(self) -> Sequence[Tensor]:
+        """Where the pieces of each rank go, flat."""
+        return self.output.detach().view(-1).split(self.pieces.elements_received())
 
     @property
     def memory(self) -> list[Tensor]:

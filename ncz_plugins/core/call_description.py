@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -155,31 +156,30 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
         raise MismatchError(f"{collective}: {found}. {ways}{steps}")
 
 
-def pieces_described(pieces: Pieces, rank: int) -> Tensor:
-    """What a rank sends and expects, for ranks to compare: int64, [2, ranks, ranks].
+def pieces_described(pieces: Pieces, rank: int) -> np.ndarray:
+    """What a rank sends and expects, for ranks to compare: int64, [ranks, 2, ranks].
 
-    The rows that rank i sends to rank j are at [0, i, j], those that rank j expects of it at [1, i, j]. All else is 0.
+    Rows that it sends to rank j are at [rank, 0, j], those that it expects of rank j at [rank, 1, j]. All else is 0.
     """
     ranks = len(pieces.sent)
-    described = torch.zeros(2, ranks, ranks, dtype=torch.int64, device="cpu")
-    described[0, rank] = torch.tensor(pieces.sent, dtype=torch.int64, device="cpu")
-    described[1, :, rank] = torch.tensor(pieces.received, dtype=torch.int64, device="cpu")
+    described = np.zeros((ranks, 2, ranks), np.int64)
+    described[rank] = pieces.sent, pieces.received
     return described
 
 
-def require_same_pieces(collective: str, described: Tensor, ranks: Sequence[int]) -> None:
+def require_same_pieces(collective: str, described: np.ndarray, ranks: Sequence[int]) -> None:
     """Raise MismatchError, on all ranks alike, if a rank sends another number of rows than the other one expects.
 
     "Rows" are those of `Pieces`; where a row is one element, messages say elements.
 
     Args:
-        described: the maximum over ranks of what `pieces_described` returned.
+        described: what `pieces_described` returned, with the rows of all ranks.
         ranks: their global ranks, for the message.
     """
-    sent, expected = described
-    differing = (sent != expected).nonzero().tolist()
-    if not differing:
+    sent, expected = described[:, 0], described[:, 1].T
+    if (sent == expected).all():
         return
+    differing = np.argwhere(sent != expected).tolist()
     unit, must_agree = EXCHANGES[collective]
     found = "; ".join(
         f"rank {ranks[i]} sends {sent[i, j]} {unit} to rank {ranks[j]}, which expects {expected[i, j]}"

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,6 +69,7 @@ from .runtime.trace import span
 from .schedules.padded import padded_bytes
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
+from .transport.connections import MAX_BYTES_WITH_COMPARISON
 
 _MOST_SIGNATURES = 1000  # whose decisions are remembered
 _ROLES = (*get_args(Role), None)
@@ -236,13 +238,14 @@ def _exchange(call: Call, codec: Codec, device: Device, transport: Transport) ->
 
 def _go_plain(call: Call, bypass: Bypass, device: Device, transport: Transport) -> None:
     """Run the uncompressed collective for a call that was to be compressed."""
-    counters, plain = call.counters, transport.plain if call.plain is None else call.plain
+    counters = call.counters
     sent = call.new_counters(transport.world_size).plain_bytes
     with span("plain", call.input.nbytes, counters):
         with peer_errors("the plain collective"), memory_errors(call.collective):
-            call.start_plain(plain).wait()
+            _move_plain(call, transport)
         device.synchronize()
-    counters.wire_bytes += sent
+    if not call.has_arrived:
+        counters.wire_bytes += sent
     counters.bypasses[bypass.value] = 1
     counters.bypassed_bytes[bypass.value] = sent
 
@@ -350,22 +353,34 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
     return _quantizing_codec(call, source, measured, device, transport)
 
 
-def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int]) -> Tensor:
+def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int], most: int) -> np.ndarray:
     """Compare a call of ranks that exchange pieces. Returns the rows that each rank sends to each: int64, [n, n].
+
+    In host memory a rank sends its pieces along if none is large. Where all ranks did, the uncompressed call is over:
+    see `Call.has_arrived`.
+
+    Args:
+        most: bytes of a piece that may travel along.
 
     Raises MismatchError on every rank if the ranks make different calls, or one expects other rows than are sent.
     """
-    counters = call.counters or Counters()
+    counters, rows = call.counters or Counters(), pieces_described(call.pieces, transport.rank)
+
+    def largest() -> int:
+        return int(rows.max()) * call.pieces.row * call.input.itemsize
+
+    if transport.exchanges is None:
+        require_same_call(call.collective, call.described, transport, ranks, counters)
+        transport.start_max(torch.from_numpy(rows).view(-1), counters).wait()
+        require_same_pieces(call.collective, rows, ranks)
+        return rows[:, 0]
+    outgoing = call.pieces_sent if largest() <= most else None
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
-    rows = pieces_described(call.pieces, transport.rank)
-    flat = rows.view(-1)
-    together = flat.nbytes <= transport.most_with_comparison
-    transport.start_comparison(comparison, counters, flat if together else None).wait()
-    require_same(call.collective, comparison, ranks)
-    if not together:
-        transport.start_max(flat, counters).wait()
+    check = partial(require_same, call.collective, comparison, ranks)
+    transport.exchanges.tell(rows, outgoing, call.pieces_received, comparison, check, counters)
     require_same_pieces(call.collective, rows, ranks)
-    return rows[0]
+    call.has_arrived = largest() <= most
+    return rows[:, 0]
 
 
 def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
@@ -374,9 +389,12 @@ def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: S
     if call.has_equal_sizes:
         require_same_call(call.collective, call.described, transport, ranks, call.counters)
     else:
-        rows = _rows_of_all(call, transport, ranks)
-        most = int(torch.cat([rows.sum(0), rows.sum(1)]).max()) * call.pieces.row * call.input.itemsize
-        if bypass := by_size(most, call.config, device.in_batches, transport.world_size):
+        # Pieces travel along if the call is too small to be compressed, were all as large as this rank's largest.
+        n, on_gpu, bytes_of_row = transport.world_size, device.in_batches, call.pieces.row * call.input.itemsize
+        most = (call.config.min_bytes_in_effect(on_gpu, n) - 1) // n
+        rows = _rows_of_all(call, transport, ranks, min(most, MAX_BYTES_WITH_COMPARISON))
+        nbytes = int(max(rows.sum(0).max(), rows.sum(1).max())) * bytes_of_row
+        if bypass := by_size(nbytes, call.config, on_gpu, n):
             return bypass
     if call.config.quantizer.bits is not None:
         return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
@@ -551,13 +569,24 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             if call.has_equal_sizes:
                 require_same_call(call.collective, call.described, transport, group.ranks)
             else:  # gloo would end the process of a rank that gets more than it expects
-                _rows_of_all(call, transport, group.ranks)
+                _rows_of_all(call, transport, group.ranks, MAX_BYTES_WITH_COMPARISON)
             with peer_errors(f"the plain {call.collective}"):
-                call.start_plain(transport.plain).wait()
+                _move_plain(call, transport)
             device.synchronize()
             count_plain(group, call)
     if call.joined:
         device.synchronize()
+
+
+def _move_plain(call: Call, transport: Transport) -> None:
+    """Run the uncompressed collective to its end. Ranks have compared their calls, and pieces may have arrived then."""
+    if call.pieces is None or transport.exchanges is None:
+        call.start_plain(transport.plain if call.plain is None else call.plain).wait()
+        return
+    outgoing, incoming = call.pieces_sent, call.pieces_received
+    incoming[transport.rank].copy_(outgoing[transport.rank])
+    if not call.has_arrived:
+        transport.exchanges.send(outgoing, incoming)
 
 
 def count_plain(group: Group, call: Call) -> None:

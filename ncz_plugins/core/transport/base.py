@@ -31,7 +31,7 @@ from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
 if TYPE_CHECKING:
-    from .small import SmallCollectives, SmallMessages
+    from .small import Exchanges, SmallCollectives, SmallMessages
 
 _FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 _DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
@@ -238,6 +238,7 @@ class Transport(FrameTransport):
         carried_gbps: the speed of a far link in Gbit/s that calls have shown, see `learn`; 0: unknown.
         plain: the uncompressed collectives.
         small: the uncompressed collectives of small tensors; None if there are none.
+        exchanges: exchanges of uncompressed pieces over a mesh; None: `plain` has to make them.
     """
 
     link_gbps: float | None = None
@@ -246,6 +247,7 @@ class Transport(FrameTransport):
     carried_gbps: float = 0.0
     plain: PlainCollectives
     small: SmallCollectives | SmallMessages | None = None
+    exchanges: Exchanges | None = None
 
     @property
     def is_far(self) -> bool:

@@ -23,7 +23,7 @@ from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
-from .small import SmallCollectives, SmallMessages
+from .small import Exchanges, SmallCollectives, SmallMessages
 from .subset import SubsetCollectives
 
 # Bytes of the receives that are posted ahead for each peer. A frame leaves once a receive is posted for it, and a rank
@@ -50,6 +50,7 @@ class GlooTransport(Transport):
         else:
             self.plain = TorchCollectives(lambda: connections.group, connections.track)
             self.small = SmallCollectives(connections)
+            self.exchanges = None if connections.mesh is None else Exchanges(connections)
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
     def streams(

@@ -52,6 +52,7 @@ _SEND_FLAGS = socket.MSG_EOR if sys.platform == "linux" else 0
 _LEFT = getattr(select, "POLLRDHUP", 0)  # the event of a connection that the other end has closed; Linux has it
 
 Memory = bytes | memoryview  # a memoryview has items of one byte
+Parts = tuple[Memory, ...]  # of one message, one behind the other
 
 
 def open_mesh(
@@ -187,12 +188,12 @@ class Mesh:
         """Start to send and to receive: see `tell` and `Exchange.receive`."""
         return self.tell(messages).receive(least, most, memories)
 
-    def tell(self, messages: Sequence[Memory], comparison: RankComparison | None = None) -> Exchange:
+    def tell(self, messages: Sequence[Memory | Parts], comparison: RankComparison | None = None) -> Exchange:
         """Start to send a message to each other rank on channel 0, without a wait.
 
         Args:
-            messages: the message for each rank; that for this rank is ignored. The memory must not change before the
-                message has left.
+            messages: the message for each rank, or its parts; that for this rank is ignored. The memory must not change
+                before the message has left.
             comparison: numbers that stand before each message, for the other ranks to compare.
 
         Returns the exchange. Call its `receive` for the messages of the other ranks.
@@ -200,10 +201,12 @@ class Mesh:
         head = b"" if comparison is None else comparison.told
         with self._lock:
             self._require_open()
-            outgoing = [connection.send([head, messages[connection.rank]]) for connection in self._next_first]
+            outgoing = [connection.send([head, *_parts(messages[connection.rank])]) for connection in self._next_first]
         return Exchange(self, outgoing, head, comparison)
 
-    def expect(self, head: bytes, least: int, most: int, memories: Sequence[memoryview | None] = ()) -> list[Incoming]:
+    def expect(
+        self, head: bytes, least: int, most: int, memories: Sequence[memoryview | Parts | None] = ()
+    ) -> list[Incoming]:
         """Start to receive a message of each other rank on channel 0: see `Exchange.receive`.
 
         Args:
@@ -357,13 +360,13 @@ class Exchange:
         self._comparison = comparison
         self._incoming: list[Incoming] = []
 
-    def receive(self, least: int, most: int, memories: Sequence[memoryview | None] = ()) -> Exchange:
+    def receive(self, least: int, most: int, memories: Sequence[memoryview | Parts | None] = ()) -> Exchange:
         """Start to receive, without a wait. Called once, before any other exchange begins. Returns this object.
 
         Args:
             least, most: bytes that a message may have, without its head.
-            memories: for each rank, memory for its message, used if head and length are as expected; None: new memory.
-                Nobody else may use it before `wait` has returned.
+            memories: for each rank, memory for its message, or for its parts, used if head and length are as expected;
+                None: new memory. Nobody else may use it before `wait` has returned.
         """
         head_bytes = len(self._head)
         self._incoming = self._mesh.expect(self._head, head_bytes + least, head_bytes + most, memories)
@@ -411,7 +414,8 @@ class Incoming:
     Args:
         least, most: bytes that the message may have, with its head.
         head: expected first bytes; at most `least`.
-        memory: memory for the bytes after the head, used if the head and the length are as expected; None: new memory.
+        memory: memory for the bytes after the head, in one or several parts, used if the head and the length are as
+            expected; None: new memory.
 
     Attributes:
         head: first bytes of the message, as many as were expected.
@@ -420,20 +424,26 @@ class Incoming:
     """
 
     def __init__(
-        self, connection: _Connection, least: int, most: int, head: bytes = b"", memory: memoryview | None = None
+        self,
+        connection: _Connection,
+        least: int,
+        most: int,
+        head: bytes = b"",
+        memory: memoryview | Parts | None = None,
     ):
         self.connection = connection
         self._possible = least, most
-        self._expected = head, memory
+        self._expected = head, None if memory is None else _parts(memory)
         self._front = memoryview(bytearray(_LENGTH.size + len(head)))  # the length, then the head
         self.head = self._front[_LENGTH.size :]
         self.values: memoryview | None = None
         self._left = self._front  # memory that is being filled
+        self._later: Parts = ()  # memory to fill after it
         self.ended: float | None = None
 
     def drop(self) -> None:
         """Let go of the caller's memory."""
-        self._expected = self._left = None
+        self._expected = self._left = self._later = None
 
     def advance(self, source: socket.socket) -> None:
         """Receive as much as has come. Raises PeerError."""
@@ -449,19 +459,21 @@ class Incoming:
                 return  # nothing more has come
             # Receive what comes after the head, if there is any: receiving 0 bytes looks like the end of a connection.
             if self.values is None:
-                self._left = self._memory_after_head()
+                self._later = self._memory_after_head()
+            while self._later and not self._left.nbytes:
+                self._left, *self._later = self._later
             if not self._left.nbytes:
                 self.ended = time.perf_counter()
 
-    def _memory_after_head(self) -> memoryview:
+    def _memory_after_head(self) -> Parts:
         """The memory for the bytes after the head. Sets `values`."""
         nbytes = self._length() - self.head.nbytes
         head, memory = self._expected
-        if memory is not None and self.head == head and memory.nbytes == nbytes:
+        if memory is not None and self.head == head and sum([part.nbytes for part in memory]) == nbytes:
             self.values = memoryview(b"")
             return memory
         self.values = memoryview(np.empty(nbytes, np.uint8))
-        return self.values
+        return (self.values,)
 
     def _length(self) -> int:
         """The length that stands before the message. Raises PeerError if it is not possible."""
@@ -530,7 +542,7 @@ class _Connection:
         self.send_more()
         return message
 
-    def receive(self, least: int, most: int, head: bytes = b"", memory: memoryview | None = None) -> Incoming:
+    def receive(self, least: int, most: int, head: bytes = b"", memory: memoryview | Parts | None = None) -> Incoming:
         """Start to receive a message, after earlier ones: see `Incoming`."""
         message = Incoming(self, least, most, head, memory)
         self.incoming.append(message)
@@ -571,6 +583,10 @@ class _Connection:
         except OSError as error:
             self._lost = without_frames(error)
             self.outgoing.clear()
+
+
+def _parts(message: Memory | Parts) -> Parts:
+    return message if isinstance(message, tuple) else (message,)
 
 
 def _gone(rank: int) -> str:

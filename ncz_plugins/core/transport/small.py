@@ -6,13 +6,16 @@ make different calls all of them raise an error, at no cost. Gloo would end the 
 - Broadcast and all-gather: one round. Values are received straight into the output.
 - Reduce-scatter, and all-reduce of 2 ranks or of at most 16 KiB that a rank sends: one round. Each rank adds up.
 - Larger all-reduce: two rounds. Each rank adds up one part, and sends the result to all others.
+- Exchanges of pieces, of any size: one round, in which ranks also tell each other what they send and expect. Pieces
+  above 16 MiB follow in a second one.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +23,8 @@ from ... import kernels
 from ...kernels.addresses import host_address
 from ...kernels.format import COMBINED_DTYPES, Combination
 from ...kernels.scratch import Scratch
+from ..runtime.statistics import Counters
+from ..runtime.trace import span
 from .base import GeneratorWork, Work
 from .comparison import RankComparison, place_of
 from .connections import MAX_BYTES_WITH_COMPARISON, Connections, gather, require_received
@@ -175,6 +180,55 @@ class SmallCollectives:
         """Whether a call is an all-reduce in which each rank adds up one part."""
         n = self._world_size
         return collective == "all_reduce" and n > 2 and input.nbytes * (n - 1) > _MAX_ONE_ROUND_BYTES
+
+
+class Exchanges:
+    """Exchanges of pieces of any size between ranks that have a mesh."""
+
+    def __init__(self, connections: Connections):
+        self._mesh = connections.mesh
+        self._rank = connections.rank
+
+    def tell(
+        self,
+        numbers: np.ndarray,
+        outgoing: Sequence[Tensor] | None,
+        incoming: Sequence[Tensor],
+        comparison: RankComparison,
+        check: Callable[[], None],
+        counters: Counters,
+    ) -> None:
+        """Compare calls, and tell all ranks numbers in which they may differ. Pieces may travel along.
+
+        Args:
+            numbers: int64, [ranks, ...]. Those at `rank` are this rank's; the others receive what other ranks tell.
+            outgoing: the piece for each rank, contiguous, of at most 16 MiB; None: this rank sends none.
+            incoming: memory for the piece of each rank, filled if that rank has sent one of this size.
+            comparison, check: see `SmallCollectives.start`.
+            counters: receive the bytes sent and the seconds waited.
+        """
+        own, rank = memoryview(numbers[self._rank]).cast("B"), self._rank
+        pieces = [b""] * len(numbers) if outgoing is None else [_memory(piece) for piece in outgoing]
+        memories = [(memoryview(each).cast("B"), _memory(piece)) for each, piece in zip(numbers, incoming)]
+        exchange = self._mesh.tell([(own, piece) for piece in pieces], comparison)
+        exchange.receive(0, own.nbytes + MAX_BYTES_WITH_COMPARISON, memories)
+        others = [peer for peer in range(len(numbers)) if peer != rank]
+        counters.wire_bytes += sum([len(comparison.told) + own.nbytes + len(pieces[peer]) for peer in others])
+        with span("wait", own.nbytes, counters):
+            received = exchange.wait()
+        check()
+        # What is not as expected, having no piece or one of another size, went to memory of its own.
+        for peer, message in zip(others, received):
+            if message.nbytes >= own.nbytes:
+                memories[peer][0][:] = message[: own.nbytes]
+            else:
+                require_received([message])
+
+    def send(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send each rank its piece, and receive those of the others. Ranks must have compared the sizes before."""
+        memories = [_memory(piece) for piece in incoming]
+        messages = [_memory(piece) for piece in outgoing]
+        require_received(self._mesh.start(messages, 0, max(map(len, memories)), memories).wait())
 
 
 class SmallMessages:

@@ -11,12 +11,12 @@ from calls import call, decided, run_decided, run_planned
 from ranks import play, play_communicators, same_bits, values
 
 from ncz_plugins.core.bypass import Bypass
-from ncz_plugins.core.call import Call
+from ncz_plugins.core.call import Call, Pieces
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError, PeerError, UnsupportedError
 from ncz_plugins.core.group import Group
 from ncz_plugins.core.planning import frames_of
-from ncz_plugins.core.run import count_plain, enter
+from ncz_plugins.core.run import count_plain, decide, enter, run, run_plain
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -162,6 +162,41 @@ def test_ranks_compare_their_calls_and_agree_on_steps_in_one_exchange(world_size
         return exchanges
 
     assert play(world_size, body) == [["start_comparison"]] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "messages", "is_large"),
+    [
+        ([[5, 5, 5]] * 3, 1, False),
+        ([[7, 0, 2], [0, 3, 4], [6, 0, 0]], 1, False),
+        ([[0, 0, 0]] * 3, 1, False),
+        ([[7, 0, 700], [0, 3, 4], [6, 0, 0]], 2, False),  # rank 1 has no large piece, so its own travel in the first
+        ([[0, 0, 5000], [0, 3, 4], [6, 0, 0]], 2, True),
+        ([[700, 700, 700]] * 3, 2, True),
+    ],
+)
+def test_small_pieces_travel_in_the_message_that_compares_calls(rows, messages, is_large, dtype, monkeypatch):
+    monkeypatch.setattr("ncz_plugins.core.run.MAX_BYTES_WITH_COMPARISON", 2000)
+    sections = {"quantizer": {"kind": "lossless"}, "transport": {"min_bytes": 8000}}
+
+    def body(transport):
+        sent = [values(source, sum(of_one)).to(dtype) for source, of_one in enumerate(rows)]
+        exact = torch.cat([tensor.split(of_one)[transport.rank] for tensor, of_one in zip(sent, rows)])
+        pieces = Pieces(tuple(rows[transport.rank]), tuple(row[transport.rank] for row in rows), 1, transport.rank)
+        told, mesh = [], transport._connections.mesh
+        monkeypatch.setattr(mesh, "tell", lambda *given, tell=mesh.tell: told.append(1) or tell(*given))
+        chosen = collectives(transport.rank, **sections)
+        parts = [ParameterSlice(None, sum(rows[transport.rank]))]
+        request = Call("all_to_all_single", sent[transport.rank], torch.empty_like(exact), parts=parts, pieces=pieces)
+        decide(chosen, request)
+        enter(chosen, request)
+        (run if request.bypass is None else run_plain)(chosen, request, Host(), transport)
+        assert torch.equal(request.output, exact)
+        return len(told), chosen.training.stats.total.compressed_calls
+
+    compressed = is_large and dtype == torch.float32  # then frames follow the comparison
+    assert play(3, body) == [(1, 1) if compressed else (messages, 0)] * 3
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
