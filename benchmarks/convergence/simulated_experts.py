@@ -153,8 +153,12 @@ class Link:
             ),
         )
         sender, receiver = (
-            PiecesCodec(cut, self._config, self._device, *each, Counters(), self._gbps, 0.0, noise) for each in ends
+            PiecesCodec(cut, rank, self._config, self._device, *each, Counters(), self._gbps, 0.0, noise)
+            for rank, each in enumerate(ends)
         )
+        (_, head), (place, _) = sender.heads[0], receiver.heads[1]
+        place.copy_(head)
+        self.sent_bytes += head.nbytes
         for index, frame in enumerate(sender.encode(1)):
             receiver.decode(0, index, frame)
             self.sent_bytes += frame.nbytes

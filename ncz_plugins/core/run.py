@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -66,6 +65,7 @@ from .runtime.device import HOST, Device, require_kernels
 from .runtime.recorded import NEVER, RecordedCall
 from .runtime.statistics import Counters
 from .runtime.trace import span
+from .schedules.exchange import exchange_heads
 from .schedules.padded import padded_bytes
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
@@ -353,58 +353,83 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
     return _quantizing_codec(call, source, measured, device, transport)
 
 
-def _rows_of_all(call: Call, transport: Transport, ranks: Sequence[int], most: int) -> np.ndarray:
-    """Compare a call of ranks that exchange pieces. Returns the rows that each rank sends to each: int64, [n, n].
+class _Told(NamedTuple):
+    """What ranks know of their pieces once they have told each other.
 
-    In host memory a rank sends its pieces along if none is large. Where all ranks did, the uncompressed call is over:
-    see `Call.has_arrived`.
+    Attributes:
+        most: bytes that the rank which sends or gets most sends or gets.
+        measured: whether each rank has sent what it measured.
+    """
+
+    most: int
+    measured: bool
+
+
+def _tell_pieces(
+    call: Call, transport: Transport, ranks: Sequence[int], most: int, codec: PiecesCodec | None = None
+) -> _Told:
+    """Compare a call of ranks that exchange pieces, and tell all of them how many rows go where.
+
+    In host memory something travels along: from a rank without a large piece its pieces, from others what they
+    measured. If no rank has a large piece, the uncompressed call is over then: see `Call.has_arrived`.
 
     Args:
-        most: bytes of a piece that may travel along.
+        most: bytes of a piece that is not large; below 0: all are.
+        codec: measures pieces; None: the call goes plain.
 
     Raises MismatchError on every rank if the ranks make different calls, or one expects other rows than are sent.
     """
     counters, rows = call.counters or Counters(), pieces_described(call.pieces, transport.rank)
-
-    def largest() -> int:
-        return int(rows.max()) * call.pieces.row * call.input.itemsize
-
+    bytes_of_row = call.pieces.row * call.input.itemsize
     if transport.exchanges is None:
         require_same_call(call.collective, call.described, transport, ranks, counters)
-        transport.start_max(torch.from_numpy(rows).view(-1), counters).wait()
+        if not call.has_equal_sizes:
+            transport.start_max(torch.from_numpy(rows).view(-1), counters).wait()
+    else:
+        along = [call.input[:0]] * len(rows), [call.input[:0]] * len(rows)
+        if rows.max() * bytes_of_row <= most:
+            along = call.pieces_sent, call.pieces_received
+        elif codec is not None:
+            along = codec.heads
+        comparison = RankComparison(call.described, transport.rank, transport.world_size)
+        check = partial(require_same, call.collective, comparison, ranks)
+        transport.exchanges.tell(rows, *along, comparison, check, counters)
+    if transport.exchanges is not None or not call.has_equal_sizes:
         require_same_pieces(call.collective, rows, ranks)
-        return rows[:, 0]
-    outgoing = call.pieces_sent if largest() <= most else None
-    comparison = RankComparison(call.described, transport.rank, transport.world_size)
-    check = partial(require_same, call.collective, comparison, ranks)
-    transport.exchanges.tell(rows, outgoing, call.pieces_received, comparison, check, counters)
-    require_same_pieces(call.collective, rows, ranks)
-    call.has_arrived = largest() <= most
-    return rows[:, 0]
+    largest = rows.max((1, 2)) * bytes_of_row
+    call.has_arrived = transport.exchanges is not None and bool(largest.max() <= most)
+    return _Told(
+        int(max(rows[:, 0].sum(0).max(), rows[:, 0].sum(1).max())) * bytes_of_row,
+        transport.exchanges is not None and bool(largest.min() > most),
+    )
 
 
 def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
     """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
-    # Where sizes differ, the rank that sends or gets most decides for all.
-    if call.has_equal_sizes:
-        require_same_call(call.collective, call.described, transport, ranks, call.counters)
-    else:
-        # Pieces travel along if the call is too small to be compressed, were all as large as this rank's largest.
-        n, on_gpu, bytes_of_row = transport.world_size, device.in_batches, call.pieces.row * call.input.itemsize
-        most = (call.config.min_bytes_in_effect(on_gpu, n) - 1) // n
-        rows = _rows_of_all(call, transport, ranks, min(most, MAX_BYTES_WITH_COMPARISON))
-        nbytes = int(max(rows.sum(0).max(), rows.sum(1).max())) * bytes_of_row
-        if bypass := by_size(nbytes, call.config, on_gpu, n):
-            return bypass
-    if call.config.quantizer.bits is not None:
-        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
-    made = call.plan
+    made, config, n = call.plan, call.config, transport.world_size
     tensors = CodedTensor(made.layout, made.source), CodedTensor(made.pieces, output=made.output)
-    noise = noise_for(call.config, made.number, transport.rank, transport.world_size)
-    given = call.config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
+    noise = noise_for(config, made.number, transport.rank, n)
+    given = transport.rank, config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
+    codec = None
+    if config.quantizer.bits is None and not device.in_batches:
+        codec = PiecesCodec(frames_of(call.input, config), *given)
+
+    # Where sizes differ, the rank that sends or gets most decides for all. A rank knows its own pieces first, and takes
+    # all to be as large as its largest.
+    most = -1
+    if not call.has_equal_sizes:
+        most = min((config.min_bytes_in_effect(device.in_batches, n) - 1) // n, MAX_BYTES_WITH_COMPARISON)
+    told = _tell_pieces(call, transport, ranks, most, codec)
+    bypass = None if call.has_equal_sizes else by_size(told.most, config, device.in_batches, n)
+    if bypass is not None:
+        return bypass
+    if config.quantizer.bits is not None:
+        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
     if device.in_batches:
-        return GpuPiecesCodec(transport.rank, *given)
-    return PiecesCodec(frames_of(call.input, call.config), *given)
+        return GpuPiecesCodec(*given)
+    if not told.measured and codec.quantizes:
+        exchange_heads(transport, codec, call.counters)
+    return codec
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
@@ -566,10 +591,10 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             count_plain(group, call)  # while the values travel
             under_way.wait()
         else:
-            if call.has_equal_sizes:
+            if call.pieces is None:
                 require_same_call(call.collective, call.described, transport, group.ranks)
             else:  # gloo would end the process of a rank that gets more than it expects
-                _rows_of_all(call, transport, group.ranks, MAX_BYTES_WITH_COMPARISON)
+                _tell_pieces(call, transport, group.ranks, MAX_BYTES_WITH_COMPARISON)
             with peer_errors(f"the plain {call.collective}"):
                 _move_plain(call, transport)
             device.synchronize()

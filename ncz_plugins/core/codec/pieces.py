@@ -1,23 +1,25 @@
 """Codec of pieces that ranks send each other where nothing is summed, such as those of an all-to-all.
 
-Nobody has to agree on quantization steps: a sender's own travel with its piece. A piece is a row of frames:
+Nobody has to agree on quantization steps: a sender's own travel with its piece.
 
-1. What `quantize.measure` returned for the piece, without loss. From these numbers sender and receiver derive the same
-   quantization steps, or the same decision to send the values themselves. With kind lossless there is no such frame.
-2. The values, in one or several frames, whose number follows from the elements of the piece.
+1. Its head is what `quantize.measure` returned, as it is. It travels while ranks compare their calls. From its numbers
+   sender and receiver derive the same quantization steps, or the same decision to send the values themselves. With kind
+   lossless there is none.
+2. The values follow in one or several frames, whose number follows from the elements of the piece.
 
-An empty piece has no frames.
+An empty piece has neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ...kernels.format import CHUNK, Noise, chunks_of
+from ...kernels.format import Noise
 from ...kernels.updates import max_update_bytes
 from ..config import Config
 from ..runtime.device import Device
@@ -76,28 +78,40 @@ class PiecesCodec(FramedPieces):
 
     Args:
         cut: elements of a full frame, and whether coding and transfer overlap: see `Layout.of`.
+        rank: this rank.
         given: see FramedPieces.
     """
 
-    def __init__(self, cut: tuple[int, bool], *given):
+    def __init__(self, cut: tuple[int, bool], rank: int, *given):
         super().__init__(*given)
         self._cut = cut
-        self._heads = 1 if self.quantizes else 0  # frames of a piece before its values
+        self._rank = rank
         self._decoders: dict[int, TensorCodec] = {}  # by the rank that a piece comes from
 
     @property
     def frame_capacity(self) -> int:
         """Upper limit of a frame's bytes, whatever its values are."""
-        values = max((self._layout(length).frame_elements for length in self._lengths), default=0)
-        measured = max(map(self._measured_elements, self._lengths), default=0)
-        return max(
-            max_update_bytes(values, self._dtype.itemsize), max_update_bytes(measured, self._measured_dtype.itemsize)
-        )
+        lengths = {*self.layout.lengths, *self.received.layout.lengths}
+        return max_update_bytes(max(self._layout(length).frame_elements for length in lengths), self._dtype.itemsize)
 
     def frames_from(self, rank: int) -> int:
         """How many frames this rank gets from `rank`."""
         length = self.received.layout.lengths[rank]
-        return self._heads + self._layout(length).frames if length else 0
+        return self._layout(length).frames if length else 0
+
+    @cached_property
+    def heads(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The heads of the pieces that go to each rank, and memory for those of the pieces that come.
+
+        They must have come before a frame is decoded. Empty with kind lossless, for empty pieces, and for what stays.
+        """
+        sent = [self._measured(to) for to in range(len(self.layout.lengths))]
+        nothing = self._empty_head(0)
+        received = [
+            nothing if rank == self._rank else self._empty_head(n)
+            for rank, n in enumerate(self.received.layout.lengths)
+        ]
+        return sent, received
 
     def encode(self, to: int) -> Iterator[Tensor]:
         """The frames of the piece that goes to rank `to`, in order: each uint8, [bytes]."""
@@ -105,15 +119,9 @@ class PiecesCodec(FramedPieces):
         layout = self._layout(elements.stop - elements.start)
         if not layout.numel:
             return
-        source, scales = Window(self.source[elements]), None
-        if self._heads:
-            with span("measure", source.data.nbytes, self.counters):
-                most = most_summable(self.config.quantizer, self._dtype, addends=1)
-                measured = measure(self.device.backend, source, layout, range(1), self.config.quantizer, most)
-            yield self.codec(CodedTensor(_whole(measured), source=Window(measured))).encode(0, 0)
-            scales = self._derived(measured, layout)
         first = self.layout.steps_of(range(to, to + 1)).start
-        codec = self.codec(CodedTensor(layout, source=source), scales, first)
+        scales = self._derived(self.heads[0][to], layout)
+        codec = self.codec(CodedTensor(layout, source=Window(self.source[elements])), scales, first)
         yield from codec.encode_each((0, index) for index in range(layout.frames))
 
     def decode(self, source: int, index: int, frame: Tensor) -> None:
@@ -121,14 +129,13 @@ class PiecesCodec(FramedPieces):
 
         Raises FrameError if the frame is damaged.
         """
-        elements = self.received.layout.segment(source)
-        output = Window(self.received.output[elements])
-        layout = self._layout(output.data.numel())
         if index == 0:
-            scales = self._derived(self._read_head(source, layout, frame), layout) if self._heads else None
+            elements = self.received.layout.segment(source)
+            output = Window(self.received.output[elements])
+            layout = self._layout(output.data.numel())
+            scales = self._derived(self.heads[1][source], layout)
             self._decoders[source] = self.codec(CodedTensor(layout, output=output), scales)
-        if index >= self._heads:
-            self._decoders[source].decode(0, index - self._heads, frame)
+        self._decoders[source].decode(0, index, frame)
 
     def finish(self) -> None:
         with frame_errors("a frame"):
@@ -140,43 +147,31 @@ class PiecesCodec(FramedPieces):
     def _dtype(self) -> torch.dtype:
         return self.source.data.dtype
 
-    @property
-    def _lengths(self) -> set[int]:
-        """Elements of the pieces that there are."""
-        return {*self.layout.lengths, *self.received.layout.lengths} - {0}
-
     def _layout(self, length: int) -> Layout:
         """How both ends cut a piece."""
-        return Layout.of([length], *self._cut)
+        return Layout.of((length,), *self._cut)
 
-    def _measured_elements(self, length: int) -> int:
-        """How many numbers are measured of a piece."""
-        if not self._heads:
-            return 0
-        nbytes = measured_bytes(self._layout(length), self.config.quantizer, self._dtype)
-        return nbytes // self._measured_dtype.itemsize
+    def _measured(self, to: int) -> Tensor:
+        """The head of the piece that goes to rank `to`."""
+        source, quantizer = self.source[self.layout.segment(to)], self.config.quantizer
+        if to == self._rank or not source.numel() or not self.quantizes:
+            return self._empty_head(0)
+        most = most_summable(quantizer, self._dtype, addends=1)
+        with span("measure", source.nbytes, self.counters):
+            return measure(self.device.backend, Window(source), self._layout(len(source)), range(1), quantizer, most)
 
-    @property
-    def _measured_dtype(self) -> torch.dtype:
-        if mode_of(self.config.quantizer, self._dtype) == "rms only":
-            return torch.bfloat16
-        return torch.float64 if self._dtype == torch.float64 else torch.float32
+    def _empty_head(self, length: int) -> Tensor:
+        """Memory for the head of a piece of `length` elements."""
+        dtype, quantizer = torch.bfloat16, self.config.quantizer
+        if mode_of(quantizer, self._dtype) != "rms only":
+            dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
+        nbytes = measured_bytes(self._layout(length), quantizer, self._dtype) if length and self.quantizes else 0
+        return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu")
 
     def _derived(self, measured: Tensor, layout: Layout) -> Scales | None:
         """The quantization steps of a piece; None if its values are sent as they are. Both ends find the same."""
+        if not self.quantizes:
+            return None
         quantizer = self.config.quantizer
         derived = derive(measured, layout, quantizer, self._dtype, addends=1, backend=self.device.backend)
         return derived.scales if derived.is_worthwhile(self._dtype) else None
-
-    def _read_head(self, source: int, layout: Layout, frame: Tensor) -> Tensor:
-        """What the sender measured of a piece. The next frame can't be decoded without it, so it is read at once."""
-        count = self._measured_elements(layout.numel)
-        measured = torch.empty(count, dtype=self._measured_dtype, device="cpu")
-        with span("decode", frame.nbytes, self.counters), frame_errors(f"the first frame from rank {source}"):
-            self.codec(CodedTensor(_whole(measured), output=Window(measured))).read(0, 0, frame)
-        return measured
-
-
-def _whole(tensor: Tensor) -> Layout:
-    """The layout of a tensor that is one frame."""
-    return Layout((tensor.numel(),), chunks_of(tensor.numel()) * CHUNK)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
 from ..codec.gpu_pieces import GpuPiecesCodec
@@ -36,6 +37,19 @@ def _exchanged(
         transport.plain.all_to_all_single(arrived, tensor, received, sent).wait()
     counters.wire_bytes += tensor.nbytes
     return arrived
+
+
+def exchange_heads(transport: Transport, codec: PiecesCodec, counters: Counters) -> None:
+    """Send what was measured of each piece, and receive what other ranks measured."""
+    outgoing, incoming = codec.heads
+    if transport.exchanges is not None:
+        transport.exchanges.send(outgoing, incoming)
+        counters.wire_bytes += sum(head.nbytes for head in outgoing)
+        return
+    sizes = [[head.nbytes for head in heads] for heads in codec.heads]
+    arrived = _exchanged(transport, torch.cat(outgoing).view(torch.uint8), *sizes, counters).split(sizes[1])
+    for head, bytes_of_head in zip(incoming, arrived):
+        head.view(torch.uint8).copy_(bytes_of_head)
 
 
 def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) -> None:

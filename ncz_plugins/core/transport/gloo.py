@@ -50,7 +50,7 @@ class GlooTransport(Transport):
         else:
             self.plain = TorchCollectives(lambda: connections.group, connections.track)
             self.small = SmallCollectives(connections)
-            self.exchanges = None if connections.mesh is None else Exchanges(connections)
+        self.exchanges = None if connections.mesh is None else Exchanges(connections)
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
     def streams(

@@ -192,32 +192,33 @@ class Exchanges:
     def tell(
         self,
         numbers: np.ndarray,
-        outgoing: Sequence[Tensor] | None,
+        outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
         comparison: RankComparison,
         check: Callable[[], None],
         counters: Counters,
     ) -> None:
-        """Compare calls, and tell all ranks numbers in which they may differ. Pieces may travel along.
+        """Compare calls, and tell all ranks numbers in which they may differ. A tensor for each rank travels along.
 
         Args:
             numbers: int64, [ranks, ...]. Those at `rank` are this rank's; the others receive what other ranks tell.
-            outgoing: the piece for each rank, contiguous, of at most 16 MiB; None: this rank sends none.
-            incoming: memory for the piece of each rank, filled if that rank has sent one of this size.
+            outgoing: the tensor for each rank, contiguous, which may be empty.
+            incoming: memory for the tensor of each rank, filled if that rank has sent one of this size.
             comparison, check: see `SmallCollectives.start`.
             counters: receive the bytes sent and the seconds waited.
         """
         own, rank = memoryview(numbers[self._rank]).cast("B"), self._rank
-        pieces = [b""] * len(numbers) if outgoing is None else [_memory(piece) for piece in outgoing]
-        memories = [(memoryview(each).cast("B"), _memory(piece)) for each, piece in zip(numbers, incoming)]
-        exchange = self._mesh.tell([(own, piece) for piece in pieces], comparison)
-        exchange.receive(0, own.nbytes + MAX_BYTES_WITH_COMPARISON, memories)
+        messages = [(own, _memory(tensor)) for tensor in outgoing]
+        memories = [(memoryview(each).cast("B"), _memory(tensor)) for each, tensor in zip(numbers, incoming)]
+        largest = max([len(memory) for _, memory in memories])
+        exchange = self._mesh.tell(messages, comparison)
+        exchange.receive(0, own.nbytes + max(largest, MAX_BYTES_WITH_COMPARISON), memories)
         others = [peer for peer in range(len(numbers)) if peer != rank]
-        counters.wire_bytes += sum([len(comparison.told) + own.nbytes + len(pieces[peer]) for peer in others])
+        counters.wire_bytes += sum([len(comparison.told) + own.nbytes + outgoing[peer].nbytes for peer in others])
         with span("wait", own.nbytes, counters):
             received = exchange.wait()
         check()
-        # What is not as expected, having no piece or one of another size, went to memory of its own.
+        # What is not as expected, having no tensor or one of another size, went to memory of its own.
         for peer, message in zip(others, received):
             if message.nbytes >= own.nbytes:
                 memories[peer][0][:] = message[: own.nbytes]

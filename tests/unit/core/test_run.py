@@ -164,39 +164,64 @@ def test_ranks_compare_their_calls_and_agree_on_steps_in_one_exchange(world_size
     assert play(world_size, body) == [["start_comparison"]] * world_size
 
 
+def exchanged(transport, rows, dtype, monkeypatch, sections) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """What this rank gets, what it must get, exchanges of short messages, and whether the call was compressed."""
+    rank, told, mesh = transport.rank, [], transport._connections.mesh
+    if mesh is not None:
+        monkeypatch.setattr(mesh, "tell", lambda *given, tell=mesh.tell: told.append(1) or tell(*given))
+    sent = [values(source, sum(of_one)).to(dtype) for source, of_one in enumerate(rows)]
+    exact = torch.cat([tensor.split(of_one)[rank] for tensor, of_one in zip(sent, rows)])
+    pieces = Pieces(tuple(rows[rank]), tuple(of_one[rank] for of_one in rows), 1, rank)
+    chosen, parts = collectives(rank, **sections), [ParameterSlice(None, sum(rows[rank]))]
+    request = Call("all_to_all_single", sent[rank], torch.empty_like(exact), parts=parts, pieces=pieces)
+    decide(chosen, request)
+    enter(chosen, request)
+    (run if request.bypass is None else run_plain)(chosen, request, Host(), transport)
+    return request.output, exact, len(told), chosen.training.stats.total.compressed_calls
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "messages", "is_large"),
+    ("rows", "messages"),
     [
-        ([[5, 5, 5]] * 3, 1, False),
-        ([[7, 0, 2], [0, 3, 4], [6, 0, 0]], 1, False),
-        ([[0, 0, 0]] * 3, 1, False),
-        ([[7, 0, 700], [0, 3, 4], [6, 0, 0]], 2, False),  # rank 1 has no large piece, so its own travel in the first
-        ([[0, 0, 5000], [0, 3, 4], [6, 0, 0]], 2, True),
-        ([[700, 700, 700]] * 3, 2, True),
+        ([[5, 5, 5]] * 3, 1),
+        ([[7, 0, 2], [0, 3, 4], [6, 0, 0]], 1),
+        ([[0, 0, 0]] * 3, 1),
+        ([[7, 0, 700], [0, 3, 4], [6, 0, 0]], 2),  # rank 1 has no large piece, so its own travel in the first
+        ([[600, 600, 600]] * 3, 2),
     ],
 )
-def test_small_pieces_travel_in_the_message_that_compares_calls(rows, messages, is_large, dtype, monkeypatch):
+def test_small_pieces_travel_in_the_message_that_compares_calls(rows, messages, dtype, monkeypatch):
     monkeypatch.setattr("ncz_plugins.core.run.MAX_BYTES_WITH_COMPARISON", 2000)
-    sections = {"quantizer": {"kind": "lossless"}, "transport": {"min_bytes": 8000}}
+    sections = {"transport": {"min_bytes": 8000}}
 
     def body(transport):
-        sent = [values(source, sum(of_one)).to(dtype) for source, of_one in enumerate(rows)]
-        exact = torch.cat([tensor.split(of_one)[transport.rank] for tensor, of_one in zip(sent, rows)])
-        pieces = Pieces(tuple(rows[transport.rank]), tuple(row[transport.rank] for row in rows), 1, transport.rank)
-        told, mesh = [], transport._connections.mesh
-        monkeypatch.setattr(mesh, "tell", lambda *given, tell=mesh.tell: told.append(1) or tell(*given))
-        chosen = collectives(transport.rank, **sections)
-        parts = [ParameterSlice(None, sum(rows[transport.rank]))]
-        request = Call("all_to_all_single", sent[transport.rank], torch.empty_like(exact), parts=parts, pieces=pieces)
-        decide(chosen, request)
-        enter(chosen, request)
-        (run if request.bypass is None else run_plain)(chosen, request, Host(), transport)
-        assert torch.equal(request.output, exact)
-        return len(told), chosen.training.stats.total.compressed_calls
+        output, exact, *counts = exchanged(transport, rows, dtype, monkeypatch, sections)
+        assert torch.equal(output, exact)
+        return counts
 
-    compressed = is_large and dtype == torch.float32  # then frames follow the comparison
-    assert play(3, body) == [(1, 1) if compressed else (messages, 0)] * 3
+    assert play(3, body) == [[messages, 0]] * 3
+
+
+@pytest.mark.parametrize("meshed", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "messages"),
+    [([[2000, 0, 3000], [0, 2000, 2000], [2000, 2000, 0]], 1), ([[0, 0, 5000], [0, 3, 4], [6, 0, 0]], 2)],
+)
+def test_what_is_measured_travels_with_the_comparison_unless_a_rank_has_small_pieces(
+    rows, messages, meshed, monkeypatch
+):
+    sections = {"quantizer": {"mode": "abs", "value": 0.01}, "transport": {"min_bytes": 6000}}
+
+    def body(transport):
+        if not meshed:  # as between more than 16 ranks
+            transport.exchanges = None
+        output, exact, told, compressed = exchanged(transport, rows, torch.float32, monkeypatch, sections)
+        assert not exact.numel() or (output - exact).abs().max() <= 0.01
+        assert compressed == 1 and (told == messages or not meshed)
+        return torch.equal(output, exact)
+
+    assert not all(play(3, body))
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
