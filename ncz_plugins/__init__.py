@@ -36,6 +36,7 @@ from .core.errors import (
     MismatchError,
     NczError,
     OutOfMemoryError,
+    PartlyAppliedError,
     PeerError,
     UnsupportedError,
 )
@@ -50,13 +51,24 @@ if TYPE_CHECKING:
     from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
     from .core.training.state import Training
-    from .weights import WeightPublisher, WeightSubscriber, WeightSync, apply_patch, make_patch
+    from .weights import (
+        StagedPatch,
+        TensorPart,
+        WeightPublisher,
+        WeightSubscriber,
+        WeightSync,
+        apply_patch,
+        make_patch,
+        stage_patch,
+    )
 
 _LAZY = {
     "Baseline": ".core.training.baseline",
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
+    "StagedPatch": ".weights",
+    "TensorPart": ".weights",
     "Training": ".core.training.state",
     "WeightPublisher": ".weights",
     "WeightSubscriber": ".weights",
@@ -67,6 +79,7 @@ _LAZY = {
     "make_patch": ".weights",
     "recording": ".core.runtime.trace",
     "scalars": ".core.training.metrics",
+    "stage_patch": ".weights",
 }
 
 __all__ = [
@@ -81,7 +94,10 @@ __all__ = [
     "NczError",
     "OutOfMemoryError",
     "ParameterSlice",
+    "PartlyAppliedError",
     "PeerError",
+    "StagedPatch",
+    "TensorPart",
     "Training",
     "UnsupportedError",
     "WeightPublisher",
@@ -94,6 +110,7 @@ __all__ = [
     "make_patch",
     "recording",
     "scalars",
+    "stage_patch",
 ]
 
 

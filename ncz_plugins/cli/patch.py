@@ -48,7 +48,7 @@ def _make(options: argparse.Namespace) -> None:
     new = _read(options.new)
     patch = make_file_patch(new, None if options.base is None else _read(options.base))
     _write(options.patch, patch)
-    whole = sum(len(item.data) for item in new.items.values())
+    whole = sum(held.form.total_bytes for held in new.tensors.values())
     fewer = f", {whole / len(patch):.1f} times fewer than its {size(whole)}"
     unbroken_console().print(Text(f"{options.patch}: {size(len(patch))}{fewer}"))
 
@@ -61,11 +61,11 @@ def _apply(options: argparse.Namespace) -> None:
         made = apply_file_patch(patch, base)
         data = file_of(made)
     _write(options.new, data)
-    unbroken_console().print(Text(f"{options.new}: {len(made.items)} tensors"))
+    unbroken_console().print(Text(f"{options.new}: {len(made.tensors)} tensors"))
 
 
 def _show(options: argparse.Namespace) -> None:
-    from ..weights.patch import read_patch
+    from ..weights.apply import read_patch
 
     patch = _bytes_of(options.patch)
     with _naming(options.patch):
@@ -78,10 +78,13 @@ def _show(options: argparse.Namespace) -> None:
     found = table("tensor", "dtype", "shape", "held as", "bytes", numbers=["bytes"], gap=2)
     for entry in contents.tensors:
         shape = " x ".join(map(str, entry.shape)) or "a number"
-        held = entry.kind if entry.of is None else f"{entry.kind}: {entry.of}"
+        held = "changes" if entry.from_base else "whole" if entry.of is None else f"the same as {entry.of}"
+        if entry.offsets is not None:
+            held += f", {' x '.join(map(str, entry.box.sizes))} from {', '.join(map(str, entry.offsets))} on"
         add_row(found, entry.name, entry.dtype, shape, held, f"{sum(entry.frames):,}")
     console = unbroken_console()
-    console.print(Text(f"{options.patch}: makes version {contents.identity:08x}, {base}"))
+    ranks = "" if contents.ranks == 1 else f", rank {contents.rank} of {contents.ranks}"
+    console.print(Text(f"{options.patch}: makes version {contents.version:08x}{ranks}, {base}"))
     console.print(found)
 
 

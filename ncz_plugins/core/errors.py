@@ -71,6 +71,25 @@ class AccuracyError(NczError):
     """
 
 
+class PartlyAppliedError(NczError, RuntimeError):
+    """Weights of which some are of the new version and others are not, because writing a staged patch failed.
+
+    The message names how many tensors are new, and the one at which writing stopped. Remedy: ask for a patch that holds
+    a whole version, and apply that.
+
+    Attributes:
+        new: names of the tensors that are of the new version.
+        mixed: name of the tensor that may be partly of either.
+    """
+
+    def __init__(self, new: list[str], mixed: str, cause: BaseException):
+        super().__init__(
+            f"applying a patch failed: {len(new)} tensors are new, {mixed} may be partly new, all others are old: "
+            f"{cause}; apply a patch that holds a whole version"
+        )
+        self.new, self.mixed = new, mixed
+
+
 class OutOfMemoryError(NczError, MemoryError):
     """No memory left for frames or results. The other ranks raise PeerError, in the same call or in the next one.
 

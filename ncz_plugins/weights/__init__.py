@@ -1,8 +1,10 @@
 """Versions of a model's weights as patches: bytes that turn one version into the next, exactly.
 
-- `patch.py`: what a patch is, and how it is made and applied.
+- `boxes.py`: parts of tensors, and how they are cut into frames.
+- `tensors.py`: what a rank holds of each tensor of a state dict, and the names of dtypes.
 - `index.py`: the head of a patch and the list of its tensors, checked before anything is decoded.
-- `items.py`: tensors as bytes, and the names of their dtypes.
+- `make.py`: makes a patch of what a rank holds.
+- `apply.py`: reads the patches of all ranks; makes a new version, or writes it into existing tensors.
 - `files.py`: safetensors files, and patches between them.
 - `sync.py`: a trainer that publishes versions, and workers that follow.
 
@@ -11,7 +13,18 @@ Patches code and decode frames themselves, so this package imports `ncz_plugins.
 
 from __future__ import annotations
 
-from .patch import apply_patch, make_patch
+from .apply import StagedPatch, apply_patch, stage_patch
+from .make import make_patch
 from .sync import WeightPublisher, WeightSubscriber, WeightSync
+from .tensors import TensorPart
 
-__all__ = ["WeightPublisher", "WeightSubscriber", "WeightSync", "apply_patch", "make_patch"]
+__all__ = [
+    "TensorPart",
+    "StagedPatch",
+    "WeightPublisher",
+    "WeightSubscriber",
+    "WeightSync",
+    "apply_patch",
+    "make_patch",
+    "stage_patch",
+]

@@ -6,7 +6,7 @@ carries the bytes over torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from ..core.errors import MismatchError, UnsupportedError
 from ..core.transport.base import peer_errors
 from ..core.transport.groups import require_group
-from .items import memory_of, on_host, require_state
-from .patch import apply_patch, identity, make_patch
+from .apply import apply_patch
+from .make import identity_of, make_patch_of, rank_among
+from .tensors import Held, TensorPart, held_copy, held_in, is_sharded, published_in
 
 # What ranks send in place of numbers from 0 on.
 _NO_VERSION = -1  # in place of an identity
@@ -27,29 +28,35 @@ _REFUSED = -1  # in place of the bytes of a patch
 class WeightPublisher:
     """The trainer's side: keeps the newest versions of a state dict, and makes patches from any of them to the newest.
 
+    With DTensors every rank has a publisher, which keeps its own shards and makes patches of them. A version is then
+    the patches of all ranks, and each rank has identities of its own.
+
     Args:
         keep: number of versions to keep, the newest one included. With 2, a worker that is one version behind gets
             changes. Each version takes the memory of a state dict on the host.
+        group: see `make_patch`.
 
     Attributes:
         version: how many versions were published.
     """
 
-    def __init__(self, keep: int = 2):
+    def __init__(self, keep: int = 2, group: dist.ProcessGroup | None = None):
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an integer, 1 or more, got {keep!r}: the newest version is always kept")
         self.version = 0
-        self._keep = keep
-        self._kept: dict[int, dict[str, Tensor]] = {}  # versions by identity, the oldest first
+        self._keep, self._group = keep, group
+        self._place = 0, 1  # number of this rank, and of ranks that publish together
+        self._kept: dict[int, dict[str, Held]] = {}  # versions by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
 
-    def publish(self, state: Mapping[str, Tensor]) -> int:
+    def publish(self, state: Mapping[str, Tensor | TensorPart]) -> int:
         """Copy `state` as the newest version. Returns the number of the version, from 1.
 
         Raises UnsupportedError as `make_patch` does; the version published before then remains the newest.
         """
         copied = _copy(state)
-        new = identity(copied)
+        new = identity_of(copied)
+        self._place = rank_among(state, self._group)
         # A version that is published again becomes the newest.
         self._kept.pop(new, None)
         self._kept[new] = copied
@@ -76,7 +83,8 @@ class WeightPublisher:
         self._require_published()
         base = base if base in self._kept else None
         if base not in self._made:
-            self._made[base] = make_patch(self._kept[self.identity], None if base is None else self._kept[base])
+            older = None if base is None else self._kept[base]
+            self._made[base] = make_patch_of(self._kept[self.identity], older, *self._place)
         return self._made[base]
 
     def _require_published(self) -> None:
@@ -103,12 +111,12 @@ class WeightSubscriber:
         patch can hold.
         """
         try:
-            return identity(self.weights) if self.weights else None
+            return identity_of(held_in(self.weights, "weights")) if self.weights else None
         except UnsupportedError:
             return None
 
-    def apply(self, patch: bytes) -> dict[str, Tensor]:
-        """Apply a patch. Returns the new weights.
+    def apply(self, patch: bytes | Sequence[bytes]) -> dict[str, Tensor]:
+        """Apply a patch, or those of all ranks that published a version. Returns the new weights.
 
         Raises FrameError if the patch is damaged, and MismatchError if it is for another version than `weights` as
         they are now. `weights` stay as they were: ask for a patch for their present `identity`.
@@ -158,6 +166,10 @@ class WeightSync:
                 f"publish: rank {self._src} publishes, and this is rank {dist.get_rank()}: call receive() here"
             )
         try:
+            if isinstance(state, Mapping) and is_sharded(state):
+                raise UnsupportedError(
+                    "publish: one rank sends all weights, and these are DTensors or parts: use make_patch on every rank"
+                )
             version = self._publisher.publish(state)
         except Exception:
             # Tell the workers. Otherwise they would wait until their time-out.
@@ -225,14 +237,12 @@ class WeightSync:
         return getattr(self._group, "bound_device_id", None) or torch.device("cuda")
 
 
-def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy all tensors to host memory. Tensors that share all of their memory are one tensor in the copy."""
-    require_state(state, "state")
-    made: dict[Hashable, Tensor] = {}
+def _copy(state: Mapping[str, Tensor | TensorPart]) -> dict[str, Held]:
+    """Copy what this rank publishes to host memory. Tensors that share all of their memory are copied once."""
+    made: dict[Hashable, Held] = {}
     copied = {}
-    for name, tensor in state.items():
-        memory = memory_of(tensor)
-        copied[name] = made[memory] if memory in made else on_host(name, tensor, copy=True)
-        if memory is not None:
-            made[memory] = copied[name]
+    for name, held in published_in(state, "state").items():
+        if held.memory is None or held.memory not in made or not made[held.memory].is_alike(held):
+            made[held.memory] = held_copy(held)
+        copied[name] = made[held.memory]
     return copied

@@ -206,7 +206,7 @@ ASKS_FOR_ADDRESSES = {
     "core/transport/small.py": {"_overlaps"},
     "deepspeed/parameter_slices.py": {"parts_of"},
     "weights/files.py": {"_aligned"},
-    "weights/items.py": {"memory_of"},
+    "weights/tensors.py": {"memory_of"},
 }
 
 

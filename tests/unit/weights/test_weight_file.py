@@ -14,7 +14,8 @@ from safetensors.torch import save
 from ncz_plugins import FrameError, MismatchError, UnsupportedError, apply_patch, make_patch
 from ncz_plugins.weights.files import apply_file_patch, file_of, make_file_patch, read_file
 from ncz_plugins.weights.index import read_head
-from ncz_plugins.weights.patch import identity
+from ncz_plugins.weights.make import identity_of, make_patch_of
+from ncz_plugins.weights.tensors import held_in
 
 BITS = {
     **dict.fromkeys(["F4"], 4),
@@ -71,14 +72,14 @@ def test_fours_are_those_of_torch():
     made = apply_patch(make_file_patch(read_file(file_of_dtype("F4"))))["x"]
     assert made.dtype == torch.float4_e2m1fn_x2 and made.shape == (50, 40)
     again = read_file(file_of(apply_file_patch(make_patch({"x": made}))))
-    assert again.items["x"][:2] == ("F4", (50, 80))
+    assert again.tensors["x"].form[:2] == ("F4", (50, 80))
 
 
 def test_files_and_state_dicts_of_the_same_tensors_are_the_same_version():
     state = {"w": torch.randn(30, 4), "n": torch.tensor(3), "c": torch.ones(2, dtype=torch.complex64)}
-    found = read_file(save(state)).items
-    patch = make_file_patch(read_file(save(state)))
-    assert found.keys() == state.keys() and identity(apply_patch(patch)) == identity(state)
+    found = read_file(save(state)).tensors
+    made = apply_patch(make_file_patch(read_file(save(state))))
+    assert identity_of(found) == identity_of(held_in(made, "made")) == identity_of(held_in(state, "state"))
 
 
 def test_a_header_is_not_sent_again():
@@ -192,5 +193,26 @@ def test_a_forged_header_that_is_no_text_is_an_error():
     index = json.loads(contents.model_dump_json(exclude_defaults=True)) | {"file": {"checksum": 0, "text": "\ud800"}}
     packed = zlib.compress(json.dumps(index).encode())
     head = struct.pack("<8sII", patch[:8], len(packed), zlib.crc32(packed))
-    with pytest.raises(FrameError, match="header of its file"):
+    with pytest.raises(FrameError, match="index of the patch is invalid"):
         apply_file_patch(head + packed + patch[start:])
+
+
+def test_any_number_of_equal_tensors_comes_back():
+    """Once they would make too large a file of so small a patch, they are sent again."""
+    file = save({f"x{number}": torch.zeros(1 << 16, dtype=torch.uint8) for number in range(100)})
+    patch = make_file_patch(read_file(file))
+    assert len(patch) < 3000 and file_of(apply_file_patch(patch)) == file
+
+
+def test_a_few_bytes_do_not_make_a_file_of_any_size():
+    held = read_file(save({"x": torch.zeros(1 << 16, dtype=torch.uint8)})).tensors["x"]._replace(memory="one")
+    patch = make_patch_of({f"x{number}": held for number in range(100)})
+    with pytest.raises(FrameError, match="a file of 6553600 bytes, of which only 65536 differ"):
+        apply_file_patch(patch)
+
+
+def test_metadata_alone_takes_no_header():
+    state = {f"layer.{number}": torch.full((3,), number) for number in range(2000)}
+    old, new = (save(state, {"format": "pt", "step": step}) for step in "78")
+    patch = make_file_patch(read_file(new), read_file(old))
+    assert len(patch) < 400 and file_of(apply_file_patch(patch, read_file(old))) == new

@@ -103,7 +103,7 @@ def test_tied_tensors_are_kept_and_held_once():
         weights = worker.apply(publisher.patch(worker.identity))
         assert weights["w"] is weights["head"] and same(weights, state | {"head": state["w"]})
         [*_, kept] = publisher._kept.values()
-        assert kept["w"] is kept["head"] and kept["w"].data_ptr() != state["w"].data_ptr()
+        assert kept["w"] is kept["head"] and kept["w"].data.data_ptr() != state["w"].data_ptr()
 
 
 def test_what_is_published_is_copied():
