@@ -178,7 +178,8 @@ class Held(NamedTuple):
 
     def on_host(self, box: Box) -> Tensor:
         """The elements of a box of the whole tensor: 1-D, contiguous, in host memory. A view if they lie there so."""
-        return _flat(box.of(self.data, self.box.offsets).to("cpu").contiguous())
+        data = self.data if box is self.box else box.of(self.data, self.box.offsets)
+        return _flat(data.to("cpu").contiguous())
 
 
 # ------------------------------------------------------------------ from state dicts

@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ncz_plugins import apply_patch, make_patch
+from ncz_plugins import TensorPart, apply_patch, make_patch
 from ncz_plugins.cli.main import main
+from ncz_plugins.weights.make import make_patch_of
+from ncz_plugins.weights.tensors import held_in
 
 
 @pytest.fixture
@@ -78,6 +80,17 @@ def test_names_are_shown_as_they_are(versions, capsys):
     assert main(["patch", "apply", "v[2].patch", "[red]made.safetensors"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("v[2].patch: ") == 2 and "[red]made.safetensors: 2 tensors" in shown
+
+
+def test_a_part_is_shown_as_such_and_needs_the_other_ranks(versions, capsys):
+    whole = versions["a.weight"]
+    part = held_in({"a.weight": TensorPart(whole[50:], tuple(whole.shape), (50, 0))}, "part")
+    Path("half.patch").write_bytes(make_patch_of(part, None, 1, 2))
+    assert main(["patch", "show", "half.patch"]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 1 of 2" in shown and "whole, 150 x 100 from 50, 0 on" in shown and "200 x 100" in shown
+    assert main(["patch", "apply", "half.patch", "made.safetensors"]) == 2
+    assert "half.patch: these are patches of ranks [1] of 2" in capsys.readouterr().err
 
 
 MISTAKES = {
