@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.backend import HostBackend
-from ..kernels.format import DTYPES
+from ..kernels.format import DTYPES, SelectorCosts
 from .codec.layout import Layout
 from .codec.quantize import Derived, Scales, derive
 from .config import Config, Policy, QuantizerConfig
+from .config.fields import min_bytes_for
 from .reasons import Bypass
 
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+_PIECE_MIB_PER_GBPS = 0.25  # smallest piece for another rank that gains, on a free core and a link of 1 Gbit/s
 
 
 # ------------------------------------------------------------------ when a call is made
@@ -73,15 +75,32 @@ def by_policy(policy: Policy) -> Bypass | None:
     return Bypass.POLICY if policy.action == "skip" else None
 
 
-def by_size(nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
+def least_of_pieces(config: Config, on_gpu: bool, ranks: int) -> int | str:
+    """The smallest exchange of pieces that is compressed, in bytes that a rank sends or gets; or "never".
+
+    In host memory each piece costs its messages and calls of kernels, however small it is, and longer if ranks share
+    cores. So the smallest size grows with the ranks and with the time that coding takes.
+    """
+    least, link_gbps = config.min_bytes_in_effect(on_gpu, ranks), config.transport.link_gbps
+    if on_gpu or link_gbps is None or config.transport.min_bytes is not None:
+        return least
+    costs = config.entropy.costs
+    slowdown = max(1.0, costs.fixed / SelectorCosts().fixed) if costs else 1.0
+    return max(least, min_bytes_for(link_gbps, _PIECE_MIB_PER_GBPS * ranks * slowdown))
+
+
+def by_size(
+    nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None, least: int | str | None = None
+) -> Bypass | None:
     """TOO_SMALL for tensors below `min_bytes`, whose time is mostly latency; FAST_LINK where `min_bytes` is never.
 
     Args:
         nbytes: bytes of the whole tensor; infinity: not known yet.
         config: must be resolved.
         ranks: number of ranks; None: more than two, or unknown.
+        least: smallest size that is compressed, see `least_of_pieces`; None: as the configuration says.
     """
-    least = config.min_bytes_in_effect(on_gpu, ranks)
+    least = config.min_bytes_in_effect(on_gpu, ranks) if least is None else least
     if least == "never":
         return Bypass.FAST_LINK
     return Bypass.TOO_SMALL if nbytes < max(least, 1) else None

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from .bypass import Bypass, before_call, by_rate, by_scales, by_size, scales_or_bypass
+from .bypass import Bypass, before_call, by_rate, by_scales, by_size, least_of_pieces, scales_or_bypass
 from .call import Call
 from .call_description import (
     numbered,
@@ -418,9 +418,10 @@ def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: S
     # all to be as large as its largest.
     most = -1
     if not call.has_equal_sizes:
-        most = min((config.min_bytes_in_effect(device.in_batches, n) - 1) // n, MAX_BYTES_WITH_COMPARISON)
+        least = least_of_pieces(config, device.in_batches, n)
+        most = min((least - 1) // n, MAX_BYTES_WITH_COMPARISON)
     told = _tell_pieces(call, transport, ranks, most, codec)
-    bypass = None if call.has_equal_sizes else by_size(told.most, config, device.in_batches, n)
+    bypass = None if call.has_equal_sizes else by_size(told.most, config, least=least)
     if bypass is not None:
         return bypass
     if config.quantizer.bits is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ncz_plugins.core.bypass import Bypass, before_call, by_op, by_size, by_warm_up, scales_or_bypass
+from ncz_plugins.core.bypass import Bypass, before_call, by_op, by_size, by_warm_up, least_of_pieces, scales_or_bypass
 from ncz_plugins.core.codec.layout import Layout
 from ncz_plugins.core.config import Config, QuantizerConfig
 from ncz_plugins.kernels.format import DTYPES
@@ -69,3 +69,18 @@ def test_measured_values_decide(largest, bound, dtype, found):
 
 def test_every_dtype_that_frames_know_can_be_compressed():
     assert all(before_call(ANY, 2, None, dist.ReduceOp.SUM, (dtype,)) is None for dtype in DTYPES)
+
+
+def test_exchanges_of_more_ranks_and_on_shared_cores_must_be_larger():
+    free = Config(transport={"link_gbps": 1})
+    slow = {"raw": 2000, "fixed": 2000, "huffman": 5000, "rans": 4000, "rans_rest": 9000}
+    shared = Config(transport={"link_gbps": 1}, entropy={"costs": slow})
+    for config in (free, shared):
+        found = [least_of_pieces(config, False, ranks) for ranks in (2, 4, 8, 16)]
+        assert found == sorted(found) and found[-1] > found[1] >= config.min_bytes_in_effect(ranks=4)
+        assert least_of_pieces(config, True, 8) == config.min_bytes_in_effect(on_gpu=True)
+    assert least_of_pieces(shared, False, 4) > least_of_pieces(free, False, 4)
+    assert max(least_of_pieces(free, False, ranks) for ranks in (2, 4, 8)) <= 16 << 20
+    for min_bytes in (0, 5, "never"):
+        given = Config(transport={"link_gbps": 1, "min_bytes": min_bytes}, entropy={"costs": slow})
+        assert least_of_pieces(given, False, 8) == min_bytes
