@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -176,9 +176,14 @@ class OneWayRoutes(Routes):
         super().__init__(store, rank, 2, timeout, between_all.channels, nccl_class=nccl_class, names=names)
 
     def of(self, device: torch.device) -> Route:
-        """See `Routes.of`. Raises PeerError if the peer makes no call within the time-out, and what `_await` does."""
+        """See `Routes.of`. Raises PeerError if the peer makes no call in time, MismatchError if it has refused to."""
         if self._between_all is not None and not self._closed:
-            self._open()
+            try:
+                self._open()
+            except PeerError:
+                if self._was_refused():  # and the peer has left since, wherever both were on the way
+                    raise refused("send_recv", self._names[1 - self._rank]) from None
+                raise
         if device not in self._routes:
             self._store = store_of_own(self._store)  # NCCL waits in it
         return super().of(device)
@@ -188,6 +193,12 @@ class OneWayRoutes(Routes):
         if self._between_all is not None:
             with peer_errors(f"telling rank {self._names[1 - self._rank]}"):
                 self._store.set(f"refused {self._rank}", "")
+
+    def _was_refused(self) -> bool:
+        """Whether the peer has left word that it can't make its call."""
+        with suppress(RuntimeError):  # the store has gone, too
+            return self._store.check([f"refused {1 - self._rank}"])
+        return False
 
     def _connect(self) -> None:
         """Nothing is connected before the first call."""
@@ -220,8 +231,7 @@ class OneWayRoutes(Routes):
         Not by a wait of the store: nothing ends it, and nobody else can use the store meanwhile, such as another
         direction between the same ranks, whose peer would wait as well.
 
-        Raises PeerError after the time-out, and if the peer has left or these routes were closed; MismatchError if it
-        has left because it refused its call.
+        Raises PeerError after the time-out, and if the peer has left or these routes were closed.
         """
         peer, missing = self._names[1 - self._rank], ("recv", "send")[self._rank]
         seconds, pause = self._timeout.total_seconds(), _FIRST_PAUSE_SECONDS
@@ -230,8 +240,6 @@ class OneWayRoutes(Routes):
             if self._closed:
                 raise _closed()
             if self._between_all.has_left(self._peer):
-                if self._store.check([f"refused {1 - self._rank}"]):
-                    raise refused("send_recv", peer)
                 raise PeerError(f"rank {peer} has closed its connections: it died, left, or met an error")
             if time.monotonic() > deadline:
                 raise PeerError(
