@@ -71,6 +71,7 @@ class Step(Line):
     plain_bytes: Count
     wire_bytes: Count
     local_bytes: Count = 0
+    copied_bytes: Count = 0
     bypasses: dict[str, Count] = {}
     bypassed_bytes: dict[str, Count] = {}
     plain_bytes_by_role: dict[str, Count] = {}
