@@ -402,9 +402,11 @@ def _cores_of_each(subject: Subject, backend: Backend, trip: float, machines: Se
             both = list(threads.map(_code, [backend] * 2, [end] * 2))
     # Count the CPU time that this rank got from the moment when all ranks of the machine were coding.
     start = latest(started)
+    if end <= start < math.inf:  # the cores are so crowded that a rank came too late: count what the others got
+        start = begin
     cores = [0.0] * subject.world_size
     cores[subject.rank] = _MAX_CORES
-    if start < end:  # else a rank started too late or not at all: assume enough cores
+    if start < end:  # else a rank has another clock: assume enough cores
         worked = sum(np.diff(np.interp((start, end), *zip(*each))).item() for each in both)
         cores[subject.rank] = max(worked / (end - start), _MIN_CORES)
     return subject.highest(cores)
