@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/convergence/activations.py [--seeds 5] [--report]
 
-Ranks are simulated in one process, see simulated_experts.py. Chance moves a training by more than fine rounding, so there are two
-questions:
+Ranks are simulated in one process, see simulated_experts.py. Chance moves a training by more than fine rounding, so
+there are two questions:
 
 1. At fixed weights, after a plain training: what is added to the loss of the same batches, and how far is the gradient
    from the exact one? Precise, for many quantizers (`look`).
