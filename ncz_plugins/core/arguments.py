@@ -116,6 +116,12 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
+def for_root_alone(tensor: Tensor, root: int, ranks: int) -> list[Tensor]:
+    """The tensor for rank `root`, and nothing for the others: see `flat`."""
+    whole = flat(tensor)
+    return [whole if rank == root else whole[:0] for rank in range(ranks)]
+
+
 def list_of_root(
     collective: str, what: str, given: object, root: int, rank: int, ranks: int, tensor: Tensor, is_written: bool
 ) -> list[Tensor]:

@@ -16,11 +16,10 @@ from ..kernels.format import DTYPES, SelectorCosts
 from .codec.layout import Layout
 from .codec.quantize import Derived, Scales, derive
 from .config import Config, Policy, QuantizerConfig
-from .config.fields import min_bytes_for
+from .config.fields import PIECE_MIB_PER_GBPS, min_bytes_for
 from .reasons import Bypass
 
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-_PIECE_MIB_PER_GBPS = 0.25  # smallest piece for another rank that gains, on a free core and a link of 1 Gbit/s
 
 
 # ------------------------------------------------------------------ when a call is made
@@ -86,21 +85,22 @@ def least_of_pieces(config: Config, on_gpu: bool, ranks: int) -> int | str:
         return least
     costs = config.entropy.costs
     slowdown = max(1.0, costs.fixed / SelectorCosts().fixed) if costs else 1.0
-    return max(least, min_bytes_for(link_gbps, _PIECE_MIB_PER_GBPS * ranks * slowdown))
+    return max(least, min_bytes_for(link_gbps, PIECE_MIB_PER_GBPS * ranks * slowdown))
 
 
-def by_size(
-    nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None, least: int | str | None = None
-) -> Bypass | None:
-    """TOO_SMALL for tensors below `min_bytes`, whose time is mostly latency; FAST_LINK where `min_bytes` is never.
+def by_size(nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
+    """`below` the smallest size that the configuration compresses.
 
     Args:
         nbytes: bytes of the whole tensor; infinity: not known yet.
         config: must be resolved.
         ranks: number of ranks; None: more than two, or unknown.
-        least: smallest size that is compressed, see `least_of_pieces`; None: as the configuration says.
     """
-    least = config.min_bytes_in_effect(on_gpu, ranks) if least is None else least
+    return below(config.min_bytes_in_effect(on_gpu, ranks), nbytes)
+
+
+def below(least: int | str, nbytes: float) -> Bypass | None:
+    """TOO_SMALL for less than `least` bytes, whose time is mostly latency; FAST_LINK where `least` is "never"."""
     if least == "never":
         return Bypass.FAST_LINK
     return Bypass.TOO_SMALL if nbytes < max(least, 1) else None

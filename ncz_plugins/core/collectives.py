@@ -11,6 +11,7 @@ from torch import Tensor
 from .arguments import (
     exchanged_parts,
     flat,
+    for_root_alone,
     list_of_root,
     parts_of,
     parts_of_each,
@@ -355,7 +356,7 @@ class Collectives:
             memory = tensor_of(tensor, is_written=False)
             given = "gather_list", gather_list, root, self.rank, self.world_size, memory
             outputs = list_of_root("gather", *given, is_written=True)
-            inputs = [flat(memory)[: memory.numel() if at == root else 0] for at in range(self.world_size)]
+            inputs = for_root_alone(memory, root, self.world_size)
             call = self._exchange("gather", inputs, outputs, role, name, root)
             return self._start([call], gather_list or [], async_op)
 
@@ -390,7 +391,7 @@ class Collectives:
             memory = tensor_of(tensor)
             given = "scatter_list", scatter_list, root, self.rank, self.world_size, memory
             inputs = list_of_root("scatter", *given, is_written=False)
-            outputs = [flat(memory)[: memory.numel() if at == root else 0] for at in range(self.world_size)]
+            outputs = for_root_alone(memory, root, self.world_size)
             call = self._exchange("scatter", inputs, outputs, role, name, root)
             return self._start([call], [tensor], async_op)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from .bypass import Bypass, before_call, by_rate, by_scales, by_size, least_of_pieces, scales_or_bypass
+from .bypass import Bypass, before_call, below, by_rate, by_scales, by_size, least_of_pieces, scales_or_bypass
 from .call import Call
 from .call_description import (
     numbered,
@@ -421,8 +421,7 @@ def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: S
         least = least_of_pieces(config, device.in_batches, n)
         most = min((least - 1) // n, MAX_BYTES_WITH_COMPARISON)
     told = _tell_pieces(call, transport, ranks, most, codec)
-    bypass = None if call.has_equal_sizes else by_size(told.most, config, least=least)
-    if bypass is not None:
+    if not call.has_equal_sizes and (bypass := below(least, told.most)):
         return bypass
     if config.quantizer.bits is not None:
         return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)

@@ -137,7 +137,8 @@ class BackendCalls:
         # What is no dense float with SUM or AVG can't be compressed, whatever it is.
         reason = by_op(op) or _by_tensors(inputs) or reason
         if reason is not None:
-            called = {"reduce": "reduce"}.get(method, "reduce_scatter_single" if "scatter" in method else "all_reduce")
+            called = "reduce" if method == "reduce" else "all_reduce"
+            called = "reduce_scatter_single" if "scatter" in method else called
             self._count(called, inputs, reason)
             return self._forwarded(method, *arguments, opts)
 

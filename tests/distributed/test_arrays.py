@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from foreign import Foreign
 from on_rank import of_all_ranks, raises, rank, values, world_size
 from scenarios import ranks
 
@@ -19,19 +20,6 @@ SETTINGS = {
 ROWS, COLUMNS = 60, 57  # of each rank
 AVG = dist.ReduceOp.AVG
 last = rank == world_size - 1
-
-
-class Foreign:
-    """An array of another library, of which DLPack alone is known."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def __dlpack__(self, **options):
-        return self.tensor.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.tensor.__dlpack_device__()
 
 
 def every_other(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ FRAME_BYTES, MIN_BYTES = 4 * MiB, 128 * KiB  # defaults
 # Smallest size that gains, in MiB per Gbit/s of the link. On two cores, calls break even below this size
 # (docs/results/performance.md). On a GPU a call costs 2 to 3 ms, at a fixed rate 1 ms (docs/results/gpus.md).
 HOST_MIB_PER_GBPS, GPU_MIB_PER_GBPS, GPU_FIXED_RATE_MIB_PER_GBPS = 1.0, 0.3, 0.1
+PIECE_MIB_PER_GBPS = 0.25  # of a piece that one rank sends another, in host memory, on a free core
 # For 2 ranks, in host memory, on a link slower than FAST_GBPS.
 TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB
 FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores, not for the link (docs/results/performance.md)

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
+from foreign import Foreign
 from torch._jit_internal import _extract_tensors
 
 from ncz_plugins import UnsupportedError
@@ -14,19 +15,6 @@ from ncz_plugins.core.arrays import giving, tensor_of
 from ncz_plugins.core.runtime.worker import Worker
 
 SUM, AVG, MAX = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
-
-
-class Foreign:
-    """An array of another library, of which DLPack alone is known."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    def __dlpack__(self, **options):
-        return self.tensor.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.tensor.__dlpack_device__()
 
 
 def test_a_tensor_is_taken_as_it_is():

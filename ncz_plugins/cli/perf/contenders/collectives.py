@@ -45,17 +45,7 @@ class Call(Exchange):
         super().__init__(context)
         self._calls = calls
         self._dtype = dtype
-        self._collective = {
-            "all_reduce": self._all_reduce,
-            "reduce_scatter": self._reduce_scatter,
-            "reduce": self._reduce,
-            "all_gather": self._all_gather,
-            "gather": self._gather,
-            "broadcast": self._broadcast,
-            "scatter": self._scatter,
-            "all_to_all": self._all_to_all,
-            "sendrecv": self._sendrecv,
-        }[context.collective]
+        self._collective = getattr(self, f"_{context.collective}")
 
     def load(self, tensor: Tensor) -> None:
         is_overwritten = self.context.collective in ("all_reduce", "reduce", "broadcast")
