@@ -12,6 +12,7 @@ on_host           calls on tensors in host memory: on which thread they run
 on_gpu            calls on tensors on a GPU: on which stream or thread they run, and what they wait for
 planning          how a compressed call is carried out: segments and frames, schedule, addends
 call_description  what the ranks compare before a call
+call_comparison   how they compare it, and tell each other how many rows go where
 call_queue        runs the calls of one communicator in order, and ends them all after a failure
 bypass            rules that decide whether a call goes plain
 reasons           reasons to go plain, and the remedy for each: the only place that states remedies

@@ -203,7 +203,9 @@ class Call:
             `run.enter` adds those that differ from call to call.
 
     Set by `run.enter`:
-        plan: how a compressed call is carried out; None for a plain call.
+        number: compressed calls of the ranks so far, with a compressed one included.
+        plan: how a compressed call is carried out; None for a plain call, and as long as ranks do not know whether they
+            exchange enough for it.
 
     Set by `run.run`:
         counters: bytes and seconds.
@@ -230,6 +232,7 @@ class Call:
     config: Config | None = None
     bypass: Bypass | None = None
     described: Mapping[str, int] = field(default_factory=dict)
+    number: int = 0
     plan: Plan | None = None
     counters: Counters | None = None
     has_arrived: bool = False
@@ -257,14 +260,14 @@ class Call:
         return self.output if self.collective == "all_gather_single" else self.input
 
     @property
-    def pieces_sent(self) -> Sequence[Tensor]:
-        """What goes to each rank, flat."""
-        return self.input.detach().view(-1).split(self.pieces.elements_sent())
+    def largest_piece(self) -> int:
+        """Bytes of the largest piece that this rank sends or gets."""
+        return max(max(self.pieces.sent), max(self.pieces.received)) * self.pieces.row * self.input.itemsize
 
     @property
-    def pieces_received(self) -> Sequence[Tensor]:
-        """Where the pieces of each rank go, flat."""
-        return self.output.detach().view(-1).split(self.pieces.elements_received())
+    def is_verified(self) -> bool:
+        """Whether the guard compares this call with the uncompressed one."""
+        return self.plan is not None and self.plan.verify_as is not None
 
     @property
     def memory(self) -> list[Tensor]:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from .bypass import Bypass
 from .call import Call
+from .call_comparison import require_same_call
 from .call_description import connecting, measuring
 from .call_queue import CallQueue
 from .config import Config
 from .errors import UnsupportedError, memory_errors
 from .group import Group
-from .run import count_plain, decide, enter, queue, require_same_call, run, tell
+from .run import count_plain, decide, enter, queue, run, tell
 from .runtime.device import Device
 from .runtime.handle import Handle
 from .runtime.stream import CallStream, StreamHandle, require_capturable

@@ -42,14 +42,13 @@ class HostCalls:
             return self._begin_alone(call)
 
         is_plain = call.bypass is not None
-        verifies = not is_plain and call.plan.verify_as is not None
-        is_quick = is_plain or (call.input.nbytes <= _QUICK_BYTES and not verifies)
+        is_quick = is_plain or (call.input.nbytes <= _QUICK_BYTES and not call.is_verified)
         way = run_plain if is_plain else run
         if is_quick and not async_op:
             self._queue.run(call.collective, HOST, way, self._group, call)
             return None
         handle = self._queue.submit(call.collective, HOST, way, self._group, call)
-        if verifies:
+        if call.is_verified:
             self._group.state.wait_at_end_of_step(handle)
         return handle
 

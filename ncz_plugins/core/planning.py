@@ -53,17 +53,13 @@ def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bo
     return Layout.of([segment.numel()] * world_size, *frames_of(segment, config, on_gpu))
 
 
-def plan(group: Group, call: Call, number: int) -> Plan:
-    """The plan of a compressed call.
-
-    Args:
-        number: compressed calls of the ranks so far, this one included.
-    """
+def plan(group: Group, call: Call) -> Plan:
+    """The plan of a compressed call."""
     if call.pieces is not None:  # which are for single ranks, and gain nothing in nodes
         # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
-        return replace(_exchange(group, call), number=number + zlib.crc32(repr(group.ranks).encode()))
+        return replace(_exchange(group, call), number=call.number + zlib.crc32(repr(group.ranks).encode()))
     make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
-    made = replace(make(group, call), number=number)
+    made = replace(make(group, call), number=call.number)
     if group.nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
         return made
     return in_nodes(call, made, group.nodes)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, get_args
@@ -29,16 +29,10 @@ from torch import Tensor
 from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, below, by_rate, by_scales, by_size, least_of_pieces, scales_or_bypass
 from .call import Call
-from .call_description import (
-    numbered,
-    pieces_described,
-    require_plain,
-    require_same,
-    require_same_pieces,
-    signature_described,
-)
+from .call_comparison import memory_of_pieces, require_same_call, tell_pieces
+from .call_description import numbered, require_plain, require_same, signature_described
 from .call_queue import CallQueue
-from .codec.coded_tensor import Codec, CodedTensor
+from .codec.coded_tensor import Codec, CodedTensor, ExchangingCodec
 from .codec.fixed_rate import FixedRateCodec, FixedRatePieces
 from .codec.from_config import codec_for, coding_for, noise_for
 from .codec.gpu_codec import BATCH_ELEMENTS, Outcome
@@ -63,7 +57,6 @@ from .group import Group
 from .planning import frames_of, plan
 from .runtime.device import HOST, Device, require_kernels
 from .runtime.recorded import NEVER, RecordedCall
-from .runtime.statistics import Counters
 from .runtime.trace import span
 from .schedules.exchange import exchange_heads
 from .schedules.padded import padded_bytes
@@ -171,8 +164,9 @@ def enter(group: Group, call: Call) -> None:
         group.order.uncompared,
         group.training.compared_step,
     )
-    if call.bypass is None:
-        call.plan = plan(group, call, group.state.calls)
+    call.number = group.state.calls
+    if call.bypass is None and (call.has_equal_sizes or group.on_gpu):  # for others see `_exchanging_codec`
+        call.plan = plan(group, call)
 
 
 # ------------------------------------------------------------------ 2 to 5: a compressed call
@@ -191,11 +185,11 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     with device.using(call.memory), call.pieces_in_place():
         if device.recorded is not None:
             call.recorded = _recorded(call, device, transport)
-        contribution = None if call.plan.verify_as is None else call.plan.source.data.clone()
+        contribution = call.plan.source.data.clone() if call.is_verified else None
 
         # 2. Compare calls, and agree on quantization steps.
         with span("agree", call.input.nbytes, counters):
-            codec = _agree(call, device, transport, group.ranks)
+            codec = _agree(group, call, device, transport)
 
         # 3. and 4. Exchange frames, and dequantize.
         bypass = codec if isinstance(codec, Bypass) else _exchange(call, codec, device, transport)
@@ -283,24 +277,6 @@ def queue(group: Group, call: Call, backend: Backend, transport: CollectiveTrans
 # ------------------------------------------------------------------ 2. compare and agree
 
 
-def require_same_call(
-    collective: str,
-    numbers: Mapping[str, int],
-    transport: Transport,
-    ranks: Sequence[int],
-    counters: Counters | None = None,
-) -> None:
-    """Wait for what the other ranks are about to do. Raises MismatchError on every rank unless all do the same.
-
-    Args:
-        numbers: what this rank is about to do, see call_description.py.
-        counters: receive the bytes sent and the seconds waited.
-    """
-    comparison = RankComparison(numbers, transport.rank, transport.world_size)
-    transport.start_comparison(comparison, counters or Counters()).wait()
-    require_same(collective, comparison, ranks)
-
-
 def tell(calls: CallQueue, group: Group, collective: str, numbers: Mapping[str, int]) -> None:
     """Compare numbers with the other ranks after all earlier calls, without waiting for them here."""
 
@@ -310,11 +286,11 @@ def tell(calls: CallQueue, group: Group, collective: str, numbers: Mapping[str, 
     calls.submit(collective, HOST, compare)
 
 
-def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
+def _agree(group: Group, call: Call, device: Device, transport: Transport) -> Codec | Bypass:
     """The codec that all ranks use, or the reason why they all go plain."""
-    made, quantizer = call.plan, call.config.quantizer
-    if made.pieces is not None:
-        return _exchanging_codec(call, device, transport, ranks)
+    if call.pieces is not None:
+        return _exchanging_codec(group, call, device, transport)
+    made, quantizer, ranks = call.plan, call.config.quantizer, group.ranks
     source, measured = made.source, None
     has_steps = quantizer.kind != "lossless" and quantizer.bits is None
     measures_at_once = has_steps and made.within_node is None
@@ -353,83 +329,38 @@ def _agree(call: Call, device: Device, transport: Transport, ranks: Sequence[int
     return _quantizing_codec(call, source, measured, device, transport)
 
 
-class _Told(NamedTuple):
-    """What ranks know of their pieces once they have told each other.
-
-    Attributes:
-        most: bytes that the rank which sends or gets most sends or gets.
-        measured: whether each rank has sent what it measured.
-    """
-
-    most: int
-    measured: bool
-
-
-def _tell_pieces(
-    call: Call, transport: Transport, ranks: Sequence[int], most: int, codec: PiecesCodec | None = None
-) -> _Told:
-    """Compare a call of ranks that exchange pieces, and tell all of them how many rows go where.
-
-    In host memory something travels along: from a rank without a large piece its pieces, from others what they
-    measured. If no rank has a large piece, the uncompressed call is over then: see `Call.has_arrived`.
-
-    Args:
-        most: bytes of a piece that is not large; below 0: all are.
-        codec: measures pieces; None: the call goes plain.
-
-    Raises MismatchError on every rank if the ranks make different calls, or one expects other rows than are sent.
-    """
-    counters, rows = call.counters or Counters(), pieces_described(call.pieces, transport.rank)
-    bytes_of_row = call.pieces.row * call.input.itemsize
-    if transport.exchanges is None:
-        require_same_call(call.collective, call.described, transport, ranks, counters)
-        if not call.has_equal_sizes:
-            transport.start_max(torch.from_numpy(rows).view(-1), counters).wait()
-    else:
-        along = [call.input[:0]] * len(rows), [call.input[:0]] * len(rows)
-        if rows.max() * bytes_of_row <= most:
-            along = call.pieces_sent, call.pieces_received
-        elif codec is not None:
-            along = codec.heads
-        comparison = RankComparison(call.described, transport.rank, transport.world_size)
-        check = partial(require_same, call.collective, comparison, ranks)
-        transport.exchanges.tell(rows, *along, comparison, check, counters)
-    if transport.exchanges is not None or not call.has_equal_sizes:
-        require_same_pieces(call.collective, rows, ranks)
-    largest = rows.max((1, 2)) * bytes_of_row
-    call.has_arrived = transport.exchanges is not None and bool(largest.max() <= most)
-    return _Told(
-        int(max(rows[:, 0].sum(0).max(), rows[:, 0].sum(1).max())) * bytes_of_row,
-        transport.exchanges is not None and bool(largest.min() > most),
-    )
-
-
-def _exchanging_codec(call: Call, device: Device, transport: Transport, ranks: Sequence[int]) -> Codec | Bypass:
+def _exchanging_codec(group: Group, call: Call, device: Device, transport: Transport) -> Codec | Bypass:
     """The codec of ranks that exchange pieces, or the reason why they all go plain. They agree on sizes alone."""
-    made, config, n = call.plan, call.config, transport.world_size
-    tensors = CodedTensor(made.layout, made.source), CodedTensor(made.pieces, output=made.output)
-    noise = noise_for(config, made.number, transport.rank, n)
-    given = transport.rank, config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
-    codec = None
-    if config.quantizer.bits is None and not device.in_batches:
-        codec = PiecesCodec(frames_of(call.input, config), *given)
-
     # Where sizes differ, the rank that sends or gets most decides for all. A rank knows its own pieces first, and takes
-    # all to be as large as its largest.
-    most = -1
+    # all to be as large as its largest. If that is small, its pieces travel at once, and nothing is planned before.
+    least, most, codec = 0, -1, None
     if not call.has_equal_sizes:
-        least = least_of_pieces(config, device.in_batches, n)
-        most = min((least - 1) // n, MAX_BYTES_WITH_COMPARISON)
-    told = _tell_pieces(call, transport, ranks, most, codec)
+        least = least_of_pieces(call.config, device.in_batches, transport.world_size)
+        most = min((least - 1) // transport.world_size, MAX_BYTES_WITH_COMPARISON)
+    if call.largest_piece > most:
+        codec = _codec_of_pieces(group, call, device, transport)
+    told = tell_pieces(call, transport, group.ranks, most, codec)
     if not call.has_equal_sizes and (bypass := below(least, told.most)):
         return bypass
-    if config.quantizer.bits is not None:
-        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
-    if device.in_batches:
-        return GpuPiecesCodec(*given)
-    if not told.measured and codec.quantizes:
+    codec = codec or _codec_of_pieces(group, call, device, transport)
+    if isinstance(codec, PiecesCodec) and codec.quantizes and not told.measured:
         exchange_heads(transport, codec, call.counters)
     return codec
+
+
+def _codec_of_pieces(group: Group, call: Call, device: Device, transport: Transport) -> ExchangingCodec:
+    """The codec of ranks that exchange pieces, if they compress them."""
+    if call.plan is None:
+        call.plan = plan(group, call)
+    made, config = call.plan, call.config
+    if config.quantizer.bits is not None:
+        return replace(_fixed_rate_codec(call, device.backend, transport), synchronize=device.synchronize)
+    tensors = CodedTensor(made.layout, made.source), CodedTensor(made.pieces, output=made.output)
+    noise = noise_for(config, made.number, transport.rank, transport.world_size)
+    given = transport.rank, config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
+    if device.in_batches:
+        return GpuPiecesCodec(*given)
+    return PiecesCodec(frames_of(call.input, config), *given)
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
@@ -594,7 +525,7 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             if call.pieces is None:
                 require_same_call(call.collective, call.described, transport, group.ranks)
             else:  # gloo would end the process of a rank that gets more than it expects
-                _tell_pieces(call, transport, group.ranks, MAX_BYTES_WITH_COMPARISON)
+                tell_pieces(call, transport, group.ranks, MAX_BYTES_WITH_COMPARISON)
             with peer_errors(f"the plain {call.collective}"):
                 _move_plain(call, transport)
             device.synchronize()
@@ -608,9 +539,9 @@ def _move_plain(call: Call, transport: Transport) -> None:
     if call.pieces is None or transport.exchanges is None:
         call.start_plain(transport.plain if call.plain is None else call.plain).wait()
         return
-    outgoing, incoming = call.pieces_sent, call.pieces_received
-    incoming[transport.rank].copy_(outgoing[transport.rank])
     if not call.has_arrived:
+        outgoing, incoming = memory_of_pieces(call)
+        incoming[transport.rank][:] = outgoing[transport.rank]
         transport.exchanges.send(outgoing, incoming)
 
 

@@ -211,6 +211,7 @@ def test_pieces_at_a_fixed_rate_need_no_host(name, kind):
         rank, outcomes = transport.rank, []
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             ours = Group(Training(config), config, range(3), rank)
+            ours = ours.for_gpus() if emulated else ours
             call = decided(ours, pieces_call(rank, table, dtype))
             assert call.bypass is None
             enter(ours, call)

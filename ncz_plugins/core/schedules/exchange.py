@@ -16,6 +16,7 @@ from ..codec.pieces import PiecesCodec
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import FrameTransport, Transport, peer_errors
+from ..transport.small import borrowed_memory
 
 
 def exchange_at_once(transport: Transport, codec: GpuPiecesCodec, counters: Counters) -> None:
@@ -43,7 +44,7 @@ def exchange_heads(transport: Transport, codec: PiecesCodec, counters: Counters)
     """Send what was measured of each piece, and receive what other ranks measured."""
     outgoing, incoming = codec.heads
     if transport.exchanges is not None:
-        transport.exchanges.send(outgoing, incoming)
+        transport.exchanges.send(list(map(borrowed_memory, outgoing)), list(map(borrowed_memory, incoming)))
         counters.wire_bytes += sum(head.nbytes for head in outgoing)
         return
     sizes = [[head.nbytes for head in heads] for heads in codec.heads]

@@ -28,6 +28,7 @@ from ..runtime.trace import span
 from .base import GeneratorWork, Work
 from .comparison import RankComparison, place_of
 from .connections import MAX_BYTES_WITH_COMPARISON, Connections, gather, require_received
+from .mesh import Memory
 
 # A larger all-reduce of more than 2 ranks takes two rounds, in which each rank sends fewer bytes.
 _MAX_ONE_ROUND_BYTES = 16 << 10
@@ -114,8 +115,8 @@ class SmallCollectives:
     ) -> Iterator[None]:
         # Values are received straight into the output.
         n = self._world_size
-        values = [_memory(own if self._rank == root else own[:0])] * n
-        memories = [_memory(out) if peer == root else None for peer in range(n)]
+        values = [borrowed_memory(own if self._rank == root else own[:0])] * n
+        memories = [borrowed_memory(out) if peer == root else None for peer in range(n)]
         exchange = self._connections.mesh.tell(values, comparison).receive(0, MAX_BYTES_WITH_COMPARISON, memories)
         yield
         received = exchange.wait()
@@ -129,8 +130,8 @@ class SmallCollectives:
         n, rank = self._world_size, self._rank
         parts = out.tensor_split(n)
         own = own.clone() if _overlaps(own, out, parts[rank]) else own
-        memories = [_memory(part) for part in parts]
-        exchange = self._connections.mesh.tell([_memory(own)] * n, comparison)
+        memories = [borrowed_memory(part) for part in parts]
+        exchange = self._connections.mesh.tell([borrowed_memory(own)] * n, comparison)
         exchange.receive(0, MAX_BYTES_WITH_COMPARISON, memories)
         yield
         received = exchange.wait()
@@ -154,7 +155,7 @@ class SmallCollectives:
             outputs = out.tensor_split(n)
         elif collective == "all_reduce":
             contributions = [own] * n
-        exchange = mesh.tell([_memory(each) for each in contributions], comparison)
+        exchange = mesh.tell([borrowed_memory(each) for each in contributions], comparison)
 
         # While the values travel, prepare this rank's sum. The output is written once all values have left.
         mine, output = contributions[rank], outputs[rank % len(outputs)]
@@ -162,7 +163,7 @@ class SmallCollectives:
         received = self._scratch.of("received", (n - 1) * mine.numel(), mine.dtype)
         of_ranks = [received] if n == 2 else list(received.tensor_split(n - 1))
         of_ranks.insert(rank, mine)
-        exchange.receive(0, MAX_BYTES_WITH_COMPARISON, [_memory(each) for each in of_ranks])
+        exchange.receive(0, MAX_BYTES_WITH_COMPARISON, [borrowed_memory(each) for each in of_ranks])
         number = place_of(op, _OPS)
         divisor = n if _OPS[number] is dist.ReduceOp.AVG else 1
         combine = self._backend.combination(of_ranks, _COMBINATIONS[number], output, divisor)
@@ -174,7 +175,7 @@ class SmallCollectives:
 
         # With two rounds, each rank sends its part of the result to all others.
         if len(outputs) > 1:
-            gather(mesh, rank, [_memory(each) for each in outputs])
+            gather(mesh, rank, [borrowed_memory(each) for each in outputs])
 
     def _in_two_rounds(self, collective: str, input: Tensor) -> bool:
         """Whether a call is an all-reduce in which each rank adds up one part."""
@@ -192,44 +193,41 @@ class Exchanges:
     def tell(
         self,
         numbers: np.ndarray,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
+        outgoing: Sequence[Memory],
+        incoming: Sequence[Memory],
         comparison: RankComparison,
         check: Callable[[], None],
         counters: Counters,
     ) -> None:
-        """Compare calls, and tell all ranks numbers in which they may differ. A tensor for each rank travels along.
+        """Compare calls, and tell all ranks numbers in which they may differ. Bytes for each rank travel along.
 
         Args:
             numbers: int64, [ranks, ...]. Those at `rank` are this rank's; the others receive what other ranks tell.
-            outgoing: the tensor for each rank, contiguous, which may be empty.
-            incoming: memory for the tensor of each rank, filled if that rank has sent one of this size.
+            outgoing: the bytes for each rank, which may be none.
+            incoming: memory for the bytes of each rank, filled if that rank has sent equally many.
             comparison, check: see `SmallCollectives.start`.
             counters: receive the bytes sent and the seconds waited.
         """
-        own, rank = memoryview(numbers[self._rank]).cast("B"), self._rank
-        messages = [(own, _memory(tensor)) for tensor in outgoing]
-        memories = [(memoryview(each).cast("B"), _memory(tensor)) for each, tensor in zip(numbers, incoming)]
-        largest = max([len(memory) for _, memory in memories])
-        exchange = self._mesh.tell(messages, comparison)
-        exchange.receive(0, own.nbytes + max(largest, MAX_BYTES_WITH_COMPARISON), memories)
-        others = [peer for peer in range(len(numbers)) if peer != rank]
-        counters.wire_bytes += sum([len(comparison.told) + own.nbytes + outgoing[peer].nbytes for peer in others])
-        with span("wait", own.nbytes, counters):
+        rank, told, size = self._rank, memoryview(numbers).cast("B"), numbers[0].nbytes
+        rows = [told[at : at + size] for at in range(0, len(told), size)]
+        exchange = self._mesh.tell([(rows[rank], each) for each in outgoing], comparison)
+        largest = max(map(len, incoming))
+        exchange.receive(0, size + max(largest, MAX_BYTES_WITH_COMPARISON), list(zip(rows, incoming)))
+        counters.wire_bytes += sum(map(len, outgoing)) - len(outgoing[rank])
+        counters.wire_bytes += (len(rows) - 1) * (len(comparison.told) + size)
+        with span("wait", size, counters):
             received = exchange.wait()
         check()
-        # What is not as expected, having no tensor or one of another size, went to memory of its own.
-        for peer, message in zip(others, received):
-            if message.nbytes >= own.nbytes:
-                memories[peer][0][:] = message[: own.nbytes]
+        # What is not as expected, having no bytes or another number of them, went to memory of its own.
+        for peer, message in zip([peer for peer in range(len(rows)) if peer != rank], received):
+            if message.nbytes >= size:
+                rows[peer][:] = message[:size]
             else:
                 require_received([message])
 
-    def send(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send each rank its piece, and receive those of the others. Ranks must have compared the sizes before."""
-        memories = [_memory(piece) for piece in incoming]
-        messages = [_memory(piece) for piece in outgoing]
-        require_received(self._mesh.start(messages, 0, max(map(len, memories)), memories).wait())
+    def send(self, outgoing: Sequence[Memory], incoming: Sequence[Memory]) -> None:
+        """Send each rank its bytes, and receive those of the others. Ranks must have compared the sizes before."""
+        require_received(self._mesh.start(outgoing, 0, max(map(len, incoming)), incoming).wait())
 
 
 class SmallMessages:
@@ -251,7 +249,7 @@ class SmallMessages:
         comparison: RankComparison,
         check: Callable[[], None],
     ) -> Work:
-        return GeneratorWork(self._send(_memory(input), _memory(output), comparison, check))
+        return GeneratorWork(self._send(borrowed_memory(input), borrowed_memory(output), comparison, check))
 
     def _send(
         self, own: memoryview, out: memoryview, comparison: RankComparison, check: Callable[[], None]
@@ -270,11 +268,11 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def borrowed_memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, valid as long as the tensor lives."""
     nbytes = tensor.nbytes
     if not nbytes:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return _memory_at(host_address(tensor, "a message", tensor.dtype), nbytes, _WRITABLE)
 
 
