@@ -50,12 +50,14 @@ IMPORTS = {name: f"ncz_plugins.{name}" for name in FRAMEWORKS} | {
     "lightning": "ncz_plugins.torch.ddp,lightning",
     "hugging-face": "ncz_plugins.torch.ddp,accelerate,transformers",
     "megatron": "ncz_plugins.torch.backend",
+    "rl": "ncz_plugins,transformers",
 }
 REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
     "diloco": "torchft",
     "lightning": "lightning",
     "hugging-face": "transformers",
     "megatron": "megatron",
+    "rl": "transformers",
 }
 PROGRAM_SECONDS = 200  # they take seconds on an idle machine
 
