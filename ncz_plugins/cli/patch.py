@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     make.set_defaults(run=_make, outputs={"patch": "patch"})
     apply = actions.add_parser("apply", help="write the new version, to the bit")
-    apply.add_argument("patch", help="what `ncz patch make` wrote")
+    apply.add_argument("patch", nargs="+", help="what `ncz patch make` wrote; the patches of all ranks, if several")
     apply.add_argument("new", help="the file to write, .safetensors; - is standard output")
     apply.add_argument("--base", metavar="OLD", help="the version that the patch is for, .safetensors")
     apply.set_defaults(run=_apply, outputs={"new": "new"})
@@ -47,27 +47,30 @@ def _make(options: argparse.Namespace) -> None:
 
     new = _read(options.new)
     patch = make_file_patch(new, None if options.base is None else _read(options.base))
-    _write(options.patch, patch)
-    whole = sum(held.form.total_bytes for held in new.tensors.values())
+    with _writing(options.patch):
+        write_whole(options.patch, patch)
+    whole = sum(form.total_bytes for form in new.forms.values())
     fewer = f", {whole / len(patch):.1f} times fewer than its {size(whole)}"
     unbroken_console().print(Text(f"{options.patch}: {size(len(patch))}{fewer}"))
 
 
 def _apply(options: argparse.Namespace) -> None:
-    from ..weights.files import apply_file_patch, file_of
+    from ..weights.apply import read_patches
+    from ..weights.files import FileBytes, apply_file_patch, require_base_file
 
-    base, patch = None if options.base is None else _read(options.base), _bytes_of(options.patch)
-    with _naming(options.patch):
-        made = apply_file_patch(patch, base)
-        data = file_of(made)
-    _write(options.new, data)
-    unbroken_console().print(Text(f"{options.new}: {len(made.tensors)} tensors"))
+    base, patches = None if options.base is None else _read(options.base), [_mapped(each) for each in options.patch]
+    with _writing(options.new), _naming(", ".join(options.patch)):
+        version = read_patches(patches)
+        require_base_file(version, base)
+        made = apply_file_patch(version, base)
+        write_whole(options.new, FileBytes(made))
+    unbroken_console().print(Text(f"{options.new}: {len(made.forms)} tensors"))
 
 
 def _show(options: argparse.Namespace) -> None:
     from ..weights.apply import read_patch
 
-    patch = _bytes_of(options.patch)
+    patch = _mapped(options.patch)
     with _naming(options.patch):
         contents, _ = read_patch(patch)
     base = (
@@ -92,17 +95,20 @@ def _read(file: str) -> WeightFile:
     """Read a safetensors file. Errors name it."""
     from ..weights.files import read_file
 
-    data = _bytes_of(file)
+    data = _mapped(file)
     try:
         return read_file(data)
     except UnsupportedError as error:
         raise UnsupportedError(f"{file}: {error}") from None
 
 
-def _bytes_of(file: str) -> bytes:
+def _mapped(file: str) -> mmap | bytes:
     """The bytes of a file; `-` is standard input."""
+    from ..weights.files import mapped
+
     try:
-        return Path("/dev/stdin" if file == "-" else file).read_bytes()
+        with open("/dev/stdin" if file == "-" else file, "rb") as opened:
+            return mapped(opened)
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
 
@@ -118,9 +124,10 @@ def _naming(patch: str) -> Iterator[None]:
         raise type(error)(f"{patch}: {error}") from None
 
 
-def _write(file: str, data: bytes) -> None:
-    """Write the whole file. If that fails, what was there stays."""
+@contextmanager
+def _writing(file: str) -> Iterator[None]:
+    """Context manager that turns OSError into an error that names the file that could not be written."""
     try:
-        write_whole(file, data)
+        yield
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be written: {error.strerror or error}") from None

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
@@ -73,28 +73,29 @@ def require_writable(path: str | os.PathLike) -> None:
         raise PermissionError(errno.EACCES, "no file can be made there" if missing else "may not be written", path)
 
 
-def write_whole(path: str | os.PathLike, data: bytes | str) -> None:
-    """Write a file; text as UTF-8. Raises OSError.
+def write_whole(path: str | os.PathLike, data: bytes | str | Iterable[bytes]) -> None:
+    """Write a file; text as UTF-8. Pieces of a file may be iterated more than once. Raises OSError.
 
     A reader of a regular file sees either the whole old content or the whole new content. If the disk is full, the old
     content stays. An existing file keeps its mode and owner. A file that can't be replaced (a mount point, or a file in
     another user's folder) is overwritten in place.
     """
     data = data.encode() if isinstance(data, str) else data
+    pieces = [data] if isinstance(data, bytes) else data
     target = target_of(path)
     if not target.is_plain:
         with _opened(target) as stream:
-            stream.write(data)
+            stream.writelines(pieces)
         return
     if target.is_protected:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     try:
         with _replacing(target) as file:
-            file.write(data)
+            file.writelines(pieces)
     except OSError as error:
         if target.found is None or error.errno not in _NOT_REPLACEABLE_ERRNOS:
             raise
-        _overwrite(target.path, data)
+        _overwrite(target.path, pieces)
 
 
 def replacing(path: str | os.PathLike) -> AbstractContextManager[BinaryIO]:
@@ -179,16 +180,16 @@ def _keep_owner_and_mode(descriptor: int, before: os.stat_result) -> None:
     os.fchmod(descriptor, stat.S_IMODE(before.st_mode))  # after fchown, which clears the setuid and setgid bits
 
 
-def _overwrite(path: str, data: bytes) -> None:
+def _overwrite(path: str, pieces: Iterable[bytes]) -> None:
     """Overwrite a regular file in place. Space is allocated first, so that a full disk leaves the old content."""
     with open(os.open(path, os.O_WRONLY), "wb") as file:
         before = os.fstat(file.fileno()).st_size
         try:
-            os.posix_fallocate(file.fileno(), 0, len(data) or 1)
+            os.posix_fallocate(file.fileno(), 0, sum(map(len, pieces)) or 1)
         except OSError:
             os.ftruncate(file.fileno(), before)
             raise
-        file.write(data)
+        file.writelines(pieces)
         file.truncate()
         file.flush()
         os.fsync(file.fileno())

@@ -7,6 +7,7 @@ Applying a patch runs no code from it and unpickles nothing.
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -209,8 +210,9 @@ def read_patch(patch: bytes) -> tuple[Contents, dict[str, Source]]:
     """The index of one patch, and the parts that it has frames of. Raises FrameError."""
     patch = _bytes_of(patch)
     contents, start = read_head(patch)
-    # The frames lie one behind the other, without gaps, up to the end.
-    rest = torch.frombuffer(bytearray(patch), dtype=torch.uint8)[start:]
+    # The frames lie one behind the other, without gaps, up to the end. Callers may change what is not a mapped file.
+    patch = patch if isinstance(patch.obj, mmap.mmap) else bytearray(patch)
+    rest = torch.frombuffer(patch, dtype=torch.uint8)[start:]
     sources = {}
     for entry in contents.tensors:
         frames = []

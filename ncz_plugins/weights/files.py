@@ -1,23 +1,25 @@
 """Safetensors files, read and written byte by byte, and patches between them.
 
 A file is 8 bytes, the size of the header; the header, which is JSON; and the bytes of all tensors, without gaps. Bytes
-are never converted to tensors of torch, so files may have dtypes that torch lacks.
+are never converted to tensors of torch, so files may have dtypes that torch lacks. Files are mapped into memory, and
+tensors that a patch makes are made one at a time, when they are written.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import zlib
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..core.errors import FrameError, MismatchError, UnsupportedError
-from .apply import assemble, read_patches, require_base
+from .apply import Version, assemble, read_patches, require_base
 from .boxes import Box
 from .index import FileHeader
 from .make import digest_of, make_patch_of
@@ -25,7 +27,7 @@ from .tensors import SAFETENSORS_BITS, TORCH_ONLY, Form, Held
 
 _METADATA = "__metadata__"  # key of a header that is not a tensor
 _SIZE_BYTES = 8  # of the header's size
-_ALIGNMENT_BYTES = 8  # of the first tensor, in files that get a new header; of every tensor in memory
+_ALIGNMENT_BYTES = 8  # of the first tensor, in files that get a new header
 
 # Equal tensors travel once. So that a small patch can't make a file of any size, files may have this many bytes of
 # tensors that equal others, besides the bytes of the others.
@@ -38,11 +40,13 @@ class WeightFile(NamedTuple):
 
     Attributes:
         header: text of the header.
-        tensors: tensors by name, in the order of their bytes.
+        forms: what the tensors are, by name.
+        tensors: the same tensors with their bytes.
     """
 
     header: str
-    tensors: dict[str, Held]
+    forms: Mapping[str, Form]
+    tensors: Mapping[str, Held]
 
 
 class _Place(NamedTuple):
@@ -54,11 +58,23 @@ class _Place(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def form(self) -> Form:
+        return Form.of(self.dtype, self.shape, self.end - self.begin)
+
 
 # ------------------------------------------------------------------ files
 
 
-def read_file(data: bytes) -> WeightFile:
+def mapped(file: BinaryIO) -> mmap.mmap | bytes:
+    """The bytes of an open file, mapped into memory where that is possible. Raises OSError."""
+    try:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):  # a pipe, or an empty file
+        return file.read()
+
+
+def read_file(data: bytes | mmap.mmap) -> WeightFile:
     """Read a file's bytes. Raises UnsupportedError, saying what is wrong, if this is not a safetensors file.
 
     The message begins with a verb: put the file's name in front of it.
@@ -70,32 +86,36 @@ def read_file(data: bytes) -> WeightFile:
             f"is cut off, or not a safetensors file: of {len(data)} bytes, its header would take {size}"
         )
     header, places = _parse_header(data[_SIZE_BYTES : _SIZE_BYTES + size])
-    # Tensors follow, up to the end of the file.
-    rest = torch.frombuffer(bytearray(data), dtype=torch.uint8)[_SIZE_BYTES + size :]
+    # Tensors follow, up to the end of the file. A tensor keeps a mapped file open.
+    data = bytearray(data) if isinstance(data, bytes) else data
+    rest = torch.frombuffer(data, dtype=torch.uint8)[_SIZE_BYTES + size :]
     end = places[-1].end if places else 0
     if end != len(rest):
         raise UnsupportedError(f"is damaged: its tensors take {end} bytes, and {len(rest)} follow its header")
-    return WeightFile(header, {each.name: _held(each, rest[each.begin : each.end]) for each in places})
+    tensors = {each.name: _new_held(each.form, _aligned(each.form, rest[each.begin : each.end])) for each in places}
+    return WeightFile(header, {each.name: each.form for each in places}, tensors)
 
 
-def file_of(version: WeightFile) -> bytes:
-    """The bytes of a file. Raises FrameError if the header does not describe the tensors."""
-    header = version.header.encode()
-    try:
-        _, places = _parse_header(header)
-    except UnsupportedError as error:
-        raise FrameError(f"the file that the patch makes {error}") from None
-    described = {each.name: Form.of(each.dtype, each.shape, each.end - each.begin) for each in places}
-    if described != {name: held.form for name, held in version.tensors.items()}:
-        raise FrameError("the header of the file that the patch makes does not describe its tensors")
-    size = len(header).to_bytes(_SIZE_BYTES, "little")
-    return b"".join([size, header, *(_bytes_of(version.tensors[each.name]) for each in places)])
+class FileBytes:
+    """The bytes of a file, in pieces. May be iterated more than once; each time, tensors are made again.
 
+    Iterating raises FrameError if the header does not describe the tensors.
+    """
 
-def _held(place: _Place, data: Tensor) -> Held:
-    """A tensor of a file."""
-    form = Form.of(place.dtype, place.shape, len(data))
-    return _new_held(form, _aligned(data))
+    def __init__(self, file: WeightFile):
+        self._file = file
+        self._header = file.header.encode()
+        try:
+            _, self._places = _parse_header(self._header)
+        except UnsupportedError as error:
+            raise FrameError(f"the file that the patch makes {error}") from None
+        if {each.name: each.form for each in self._places} != dict(file.forms):
+            raise FrameError("the header of the file that the patch makes does not describe its tensors")
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield len(self._header).to_bytes(_SIZE_BYTES, "little") + self._header
+        for each in self._places:
+            yield _bytes_of(self._file.tensors[each.name])
 
 
 def _new_held(form: Form, data: Tensor | None = None) -> Held:
@@ -120,28 +140,62 @@ def make_file_patch(new: WeightFile, base: WeightFile | None = None) -> bytes:
     elif (metadata := _metadata_of(new)) is not None:
         text = {"metadata": metadata}
     file = FileHeader(checksum=_checksum(new.header), **text)
-    return make_patch_of(_with_memory(new.tensors), None if base is None else base.tensors, file=file)
+    older = None if base is None else dict(base.tensors)
+    return make_patch_of(_with_memory(new.tensors), older, file=file)
 
 
-def apply_file_patch(patch: bytes, base: WeightFile | None = None) -> WeightFile:
-    """Apply a patch to the file `base`. Returns the new file.
+def apply_file_patch(version: Version, base: WeightFile | None = None) -> WeightFile:
+    """Apply what `read_patches` read to the file `base`. Returns the new file, whose tensors are made when asked for.
 
-    A patch that was made of state dicts makes a file with a header of its own.
+    Patches that were made of state dicts make a file with a header of its own. Whether `base` is the right one shows
+    in the checksums of what changes: `require_base_file` compares all of it.
 
     Raises FrameError and MismatchError as `apply_patch` does, and UnsupportedError for dtypes that no safetensors file
     can have.
     """
-    version = read_patches(patch)
-    older = None if base is None else base.tensors
-    require_base(version, older)
-    tensors = assemble(version, older or {}, older or {}, lambda name, form: (_new_held(form),) * 2)
+    older = {} if base is None or version.is_whole else base.forms
+    new = {name: sources[0].form for name, sources in version.parts.items()}
+    forms = {name: form for name, form in older.items() if name not in version.gone} | new
     # Files hold equal tensors once for each name.
-    distinct = {id(each): each.form.total_bytes for each in tensors.values()}.values()
-    total_bytes = sum(each.form.total_bytes for each in tensors.values())
-    if not _may_equal(total_bytes - sum(distinct), sum(distinct)):
-        raise FrameError(f"the patch makes a file of {total_bytes} bytes, of which only {sum(distinct)} differ")
-    header = _new_header(tensors) if version.file is None else _header_after(version.file, base, tensors)
-    return WeightFile(header, tensors)
+    total_bytes = sum(form.total_bytes for form in forms.values())
+    equal_bytes = sum(forms[name].total_bytes for name in version.same_as)
+    if not _may_equal(equal_bytes, total_bytes - equal_bytes):
+        raise FrameError(f"the patch makes a file of {total_bytes} bytes, of which {equal_bytes} equal others")
+    header = _new_header(forms) if version.file is None else _header_after(version.file, base, forms)
+    return WeightFile(header, forms, _Made(version, {} if base is None else base.tensors, forms))
+
+
+def require_base_file(version: Version, base: WeightFile | None) -> None:
+    """Raise MismatchError unless a version can be made from the file `base`. Reads all of it."""
+    require_base(version, None if base is None else base.tensors)
+
+
+class _Made(Mapping[str, Held]):
+    """Tensors of the file that patches make. Each is made when it is asked for, and is not kept."""
+
+    def __init__(self, version: Version, base: Mapping[str, Held], forms: Mapping[str, Form]):
+        self._version, self._base, self._forms = version, base, forms
+
+    def __getitem__(self, name: str) -> Held:
+        if name not in self._version.parts:
+            return self._base[name]
+        # The version of this tensor alone.
+        older = {} if self._version.is_whole or name not in self._base else {name: self._base[name]}
+        alone = self._version._replace(parts={name: self._version.parts[name]}, same_as={})
+        return assemble(alone, older, older, _new)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._forms
+
+
+def _new(name: str, form: Form) -> tuple[Held, Held]:
+    return (_new_held(form),) * 2
 
 
 def _may_equal(equal_bytes: int, distinct_bytes: int) -> bool:
@@ -168,17 +222,17 @@ def _metadata_of(version: WeightFile) -> dict[str, str] | None:
     """The metadata of a file whose header is what `_new_header` makes of it; None: the header is another one."""
     metadata = json.loads(version.header).get(_METADATA, {})
     is_text = all(isinstance(value, str) for value in metadata.values())
-    if is_text and _new_header(version.tensors, metadata) == version.header:
+    if is_text and _new_header(version.forms, metadata) == version.header:
         return metadata
     return None
 
 
-def _header_after(header: FileHeader, base: WeightFile | None, tensors: Mapping[str, Held]) -> str:
+def _header_after(header: FileHeader, base: WeightFile | None, forms: Mapping[str, Form]) -> str:
     """The header of the file that a patch makes: the patch has it or its metadata, or it is that of the base."""
     if header.text is not None:
         text = header.text
     elif header.metadata is not None:
-        text = _new_header(tensors, header.metadata)
+        text = _new_header(forms, header.metadata)
     else:
         text = "" if base is None else base.header
         if _checksum(text) != header.checksum:
@@ -245,18 +299,16 @@ def _place_of(name: str, value: object) -> _Place:
     return _Place(name, dtype, shape, begin, end)
 
 
-def _new_header(tensors: Mapping[str, Held], metadata: Mapping[str, str] | None = None) -> str:
+def _new_header(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None) -> str:
     """The header that safetensors writes. `metadata` None: that of PyTorch. Raises UnsupportedError."""
-    for name, held in tensors.items():
-        if held.form.dtype in TORCH_ONLY:
-            raise UnsupportedError(
-                f"{name}: safetensors files have no {held.form.dtype}; apply the patch by apply_patch"
-            )
+    for name, form in forms.items():
+        if form.dtype in TORCH_ONLY:
+            raise UnsupportedError(f"{name}: safetensors files have no {form.dtype}; apply the patch by apply_patch")
     # The widest dtypes come first, so that every tensor is aligned; within a dtype, tensors are sorted by name.
     metadata = {"format": "pt"} if metadata is None else metadata
     described, end = {_METADATA: metadata} if metadata else {}, 0
-    for name in sorted(tensors, key=lambda name: (-SAFETENSORS_BITS.get(tensors[name].form.dtype, 8), name)):
-        form = tensors[name].form
+    for name in sorted(forms, key=lambda name: (-SAFETENSORS_BITS.get(forms[name].dtype, 8), name)):
+        form = forms[name]
         begin, end = end, end + form.total_bytes
         described[name] = {"dtype": form.dtype, "shape": list(form.shape), "data_offsets": [begin, end]}
     # Blanks at the end align the first tensor.
@@ -264,7 +316,7 @@ def _new_header(tensors: Mapping[str, Held], metadata: Mapping[str, str] | None 
     return text + " " * (-len(text.encode()) % _ALIGNMENT_BYTES)
 
 
-def _aligned(data: Tensor) -> Tensor:
-    """The same bytes at an address where elements of all dtypes may begin; a copy only where they are not."""
-    misaligned = data.data_ptr() % _ALIGNMENT_BYTES or data.storage_offset() % _ALIGNMENT_BYTES
-    return data.clone() if misaligned else data
+def _aligned(form: Form, data: Tensor) -> Tensor:
+    """The same bytes at an address where the tensor's elements may begin; a copy only where they are not."""
+    itemsize = form.coded.itemsize
+    return data.clone() if data.data_ptr() % itemsize or data.storage_offset() % itemsize else data

@@ -93,6 +93,18 @@ def test_a_part_is_shown_as_such_and_needs_the_other_ranks(versions, capsys):
     assert "half.patch: these are patches of ranks [1] of 2" in capsys.readouterr().err
 
 
+def test_the_patches_of_all_ranks_make_a_file(versions):
+    for rank, rows in enumerate((slice(0, 50), slice(50, 200))):
+        parts = {
+            name: TensorPart(state["a.weight"][rows], (200, 100), (rows.start, 0))
+            for name, state in (("new", versions), ("old", load_file("old.safetensors")))
+        }
+        new, old = (held_in({"a.weight": parts[name]}, name) for name in ("new", "old"))
+        Path(f"{rank}.patch").write_bytes(make_patch_of(new, old, rank, 2))
+    assert main(["patch", "apply", "1.patch", "0.patch", "made.safetensors", "--base", "old.safetensors"]) == 0
+    assert Path("made.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
 MISTAKES = {
     "no such file": (["make", "none.safetensors", "p"], "error: none.safetensors: cannot be read"),
     "no safetensors": (["make", "text", "p"], "error: text: is cut off, or not a safetensors file"),
