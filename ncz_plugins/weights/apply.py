@@ -7,9 +7,9 @@ Applying a patch runs no code from it and unpickles nothing.
 
 from __future__ import annotations
 
-import mmap
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,18 +17,17 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.errors import FrameError, MismatchError, PartlyAppliedError, UnsupportedError
-from ..kernels.backend import Backend, require_seals
+from ..kernels.backend import require_seals
 from ..kernels.format import DamagedFrame
-from ..kernels.scratch import Scratch
 from ..kernels.updates import decode_update, max_update_bytes
 from .boxes import Box, frames_of
 from .index import Contents, FileHeader, read_head
 from .make import digest_of, identity_of
-from .tensors import Form, Held, TensorPart, held_in, new_tensor
+from .tensors import Form, Held, TensorPart, are_on_host, flat, held_in, new_tensor
+from .threads import in_order
 
 _ZLIB = 0x78  # first byte of what zlib packed; that of an update is 4E
 
-_scratch = Scratch()
 _Made = TypeVar("_Made", Tensor, Held)
 
 
@@ -75,7 +74,8 @@ def stage_patch(
     """Check a patch against `weights`, so that `StagedPatch.apply` can write the new version into them.
 
     Every frame is decoded and compared with its checksum, and nothing is written. Beyond the patch, this takes a few
-    frames of memory. `weights` may hold other parts of the tensors than the publishers, and not all tensors.
+    frames of memory for each thread. `weights` may hold other parts of the tensors than the publishers, and not all
+    tensors.
 
     Args:
         patch: see `apply_patch`.
@@ -93,12 +93,10 @@ def stage_patch(
     if versions is not None:
         _require_versions(version, versions)
     targets = _targets_of(version, held_in(weights, "weights", to_write=True))
-    values: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, target in targets.items():
-        for view, decoded_values in _writes(version, name, target):
-            if decoded:
-                values.setdefault(name, []).append((view, decoded_values.clone()))
-    return StagedPatch(version, targets, values if decoded else None)
+    pieces = _pieces(version, targets)
+    values = in_order(_decode, pieces, _elements, are_on_host(targets))
+    kept = [new for new in values if decoded]
+    return StagedPatch(version, pieces, kept if decoded else None)
 
 
 class StagedPatch:
@@ -111,34 +109,42 @@ class StagedPatch:
     def __init__(
         self,
         version: Version,
-        targets: dict[str, Held],
-        values: dict[str, list[tuple[Tensor, Tensor]]] | None,
+        pieces: list[_Piece],
+        values: list[Tensor] | None,
     ):
         self.versions = tuple(each.version for each in version.contents)
-        self._version, self._targets = version, targets
-        self._values = values  # what to write, and where to; None: frames are decoded again
+        self._pieces = pieces
+        self._values = values  # of the pieces; None: frames are decoded again
         self._is_applied = False
 
     def apply(self) -> None:
         """Write the new version into the weights that were checked.
 
-        Takes a few frames of memory. With `decoded`, nothing but copies is left to do.
+        Takes a few frames of memory for each thread. With `decoded`, nothing but copies is left to do.
 
         Raises PartlyAppliedError, with the names of the tensors that are new, if writing fails.
         """
         if self._is_applied:
             raise UnsupportedError("this patch was applied already: stage the next one")
         self._is_applied = True
-        done: list[str] = []
-        for name, target in self._targets.items():
-            try:
-                values = _writes(self._version, name, target) if self._values is None else self._values.get(name, [])
-                for view, new in values:
-                    view.copy_(new)
-            except Exception as error:
-                raise PartlyAppliedError(done, name, error) from error
-            done.append(name)
-        self._values = None
+        new: dict[str, None] = {}  # names of tensors that were written to, in order
+        try:
+            with closing(self._new_values()) as values:
+                for piece in self._pieces:
+                    new[piece.name] = None
+                    piece.view.copy_(next(values))
+        except Exception as error:
+            *done, mixed = new
+            raise PartlyAppliedError(done, mixed, error) from error
+        self._pieces = self._values = None
+
+    def _new_values(self) -> Iterator[Tensor]:
+        """Of all pieces, in order."""
+        if self._values is not None:
+            yield from self._values
+            return
+        on_host = all(piece.target.data.is_cpu for piece in self._pieces)
+        yield from in_order(_decode, self._pieces, _elements, on_host)
 
 
 # ------------------------------------------------------------------ what patches hold
@@ -152,7 +158,7 @@ class Source(NamedTuple):
     elements: torch.dtype
     from_base: bool
     digests: tuple[int, ...]
-    frames: list[Tensor]
+    frames: list[memoryview]
 
 
 class Version(NamedTuple):
@@ -210,9 +216,8 @@ def read_patch(patch: bytes) -> tuple[Contents, dict[str, Source]]:
     """The index of one patch, and the parts that it has frames of. Raises FrameError."""
     patch = _bytes_of(patch)
     contents, start = read_head(patch)
-    # The frames lie one behind the other, without gaps, up to the end. Callers may change what is not a mapped file.
-    patch = patch if isinstance(patch.obj, mmap.mmap) else bytearray(patch)
-    rest = torch.frombuffer(patch, dtype=torch.uint8)[start:]
+    # The frames lie one behind the other, without gaps, up to the end.
+    rest = patch[start:]
     sources = {}
     for entry in contents.tensors:
         frames = []
@@ -284,6 +289,12 @@ def require_base(version: Version, held: Mapping[str, Held] | None) -> None:
     )
 
 
+def require_no_base(patch: bytes | Sequence[bytes], why: str) -> None:
+    """Raise MismatchError, which says why, unless patches hold a whole version."""
+    if not read_patches(patch).is_whole:
+        raise MismatchError(f"{why}, and the patch holds changes: ask for a whole version")
+
+
 def _require_versions(version: Version, held: Sequence[int]) -> None:
     """Raise MismatchError unless the patches are for the version with these identities, one for each rank."""
     wanted = [each.base for each in version.contents]
@@ -316,20 +327,27 @@ def assemble(
     gone = base.keys() if version.is_whole else version.gone
     kept = {name: each for name, each in base.items() if name not in gone}
     made = dict(kept)
-    targets = {}
+    pieces = []
     for name, sources in version.parts.items():
         if name in version.same_as:
             continue
-        _require_covered(name, sources, held.get(name) if name in kept else None)
-        made[name], targets[name] = new(name, sources[0].form)
-        if name in kept and held[name].form == sources[0].form:
-            targets[name].data.copy_(held[name].data)
-    for name, target in targets.items():
-        for view, values in _writes(version, name, target):
-            view.copy_(values)
+        older = held.get(name) if name in kept else None
+        _require_covered(name, sources, older)
+        made[name], target = new(name, sources[0].form)
+        has_base = older is not None and older.form == sources[0].form
+        if has_base and _covered(sources) < target.box.numel:
+            target.data.copy_(older.data)
+        pieces += _pieces_of(version, name, older if has_base else target, into=target)
+    for _ in in_order(_write, pieces, _elements):
+        pass
     for name, other in version.same_as.items():
         made[name] = made[other]
     return made
+
+
+def _covered(sources: list[Source]) -> int:
+    """How many elements the parts have, which don't overlap."""
+    return sum(source.box.numel for source in sources)
 
 
 def _require_covered(name: str, sources: list[Source], older: Held | None) -> None:
@@ -337,7 +355,7 @@ def _require_covered(name: str, sources: list[Source], older: Held | None) -> No
     form = sources[0].form
     if older is not None and older.form == form:
         return
-    covered, most = sum(source.box.numel for source in sources), Box.whole(form.sizes).numel
+    covered, most = _covered(sources), Box.whole(form.sizes).numel
     if covered < most or any(source.from_base for source in sources):
         raise MismatchError(
             f"{name}: the patch has {covered} of its {most} elements or changes them, and the base has no such tensor "
@@ -380,35 +398,73 @@ def _targets_of(version: Version, held: dict[str, Held]) -> dict[str, Held]:
     return targets
 
 
-def _writes(version: Version, name: str, target: Held) -> Iterator[tuple[Tensor, Tensor]]:
-    """Decode what a version changes in a tensor, frame by frame.
+class _Piece(NamedTuple):
+    """A frame, and the tensor that it changes.
 
-    Yields the view to write to, and the values for it, in memory that the next frame overwrites. Raises FrameError and
-    MismatchError.
+    Attributes:
+        name, source: of the tensor.
+        box: the frame's elements.
+        frame: its bytes; none: the elements are those of the base.
+        digest: checksum of the new elements.
+        target: what is here of the tensor, its values those of the base.
+        overlap: the frame's elements that are here.
+        into: the new tensor; None: the target.
     """
-    backend = kernels.cpu_backend()
+
+    name: str
+    source: Source
+    box: Box
+    frame: memoryview
+    digest: int
+    target: Held
+    overlap: Box
+    into: Held | None = None
+
+    @property
+    def view(self) -> Tensor:
+        """The elements to write."""
+        into = self.target if self.into is None else self.into
+        return self.overlap.of(into.data, into.box.offsets)
+
+
+def _elements(piece: _Piece) -> int:
+    return piece.box.numel
+
+
+def _pieces(version: Version, targets: Mapping[str, Held]) -> list[_Piece]:
+    """What a version changes in tensors."""
+    return [piece for name, target in targets.items() for piece in _pieces_of(version, name, target) if piece.frame]
+
+
+def _pieces_of(version: Version, name: str, target: Held, into: Held | None = None) -> Iterator[_Piece]:
+    """The frames that lie in a tensor, also empty ones."""
     for source in version.parts[name]:
         if source.box.overlap(target.box) is None:
             continue
         for box, frame, digest in zip(frames_of(source.box), source.frames, source.digests):
             overlap = box.overlap(target.box)
-            if overlap is not None and len(frame):
-                values = _decode(backend, name, source, box, frame, digest, target, overlap)
-                yield overlap.of(target.data, target.box.offsets), values
+            if overlap is not None:
+                yield _Piece(name, source, box, frame, digest, target, overlap, into)
 
 
-def _decode(
-    backend: Backend,
-    name: str,
-    source: Source,
-    box: Box,
-    frame: Tensor,
-    digest: int,
-    target: Held,
-    overlap: Box,
-) -> Tensor:
-    """Decode a frame. Returns the values of the elements that overlap the target. Raises FrameError, MismatchError."""
-    x = _scratch.of("elements", box.numel, source.elements)
+def _write(piece: _Piece) -> None:
+    """Write a frame's elements into the new tensor. Raises FrameError and MismatchError."""
+    if not piece.frame:
+        piece.view.copy_(piece.overlap.of(piece.target.data, piece.target.box.offsets))
+        return
+    # Decode to where the elements belong, if they lie side by side there.
+    is_row = piece.view.is_contiguous() and piece.overlap == piece.box
+    out = flat(piece.view) if is_row and piece.source.elements == piece.view.dtype else None
+    values = _decode(piece, out)
+    if out is None:
+        piece.view.copy_(values)
+
+
+def _decode(piece: _Piece, out: Tensor | None = None) -> Tensor:
+    """Decode a frame, into `out` if given. Returns the values of the overlap. Raises FrameError and MismatchError."""
+    name, source, box, frame, digest, target, overlap, _ = piece
+    backend = kernels.cpu_backend()
+    x = torch.empty(box.numel, dtype=source.elements, device="cpu") if out is None else out
     if source.from_base and overlap == box:
         base_x = target.on_host(box).to(source.elements)
     else:
@@ -418,10 +474,11 @@ def _decode(
             overlap.of(x.view(box.sizes), box.offsets).copy_(overlap.of(target.data, target.box.offsets))
     is_plain = len(frame) == x.nbytes
     try:
+        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         if is_plain:
-            x.view(torch.uint8).copy_(frame)
+            x.view(torch.uint8).copy_(data)
         else:
-            update = _unpacked(frame, max_update_bytes(box.numel, x.itemsize))
+            update = _unpacked(data, max_update_bytes(box.numel, x.itemsize))
             require_seals([update])
             decode_update(backend, update, base_x, x)
     except DamagedFrame as damage:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.errors import FrameError, MismatchError, UnsupportedError
-from .apply import Version, assemble, read_patches, require_base
+from .apply import Version, assemble, require_base
 from .boxes import Box
 from .index import FileHeader
 from .make import digest_of, make_patch_of

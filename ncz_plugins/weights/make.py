@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,18 +23,19 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.backend import Backend
-from ..kernels.format import DTYPES, HEADER_BYTES, Coding
+from ..kernels.format import CHUNK, DTYPES, HEADER_BYTES, Coding
 from ..kernels.scratch import Scratch
 from ..kernels.updates import encode_update, max_update_bytes
-from .boxes import frames_of
+from .boxes import Box, frame_count, frames_of
 from .index import Contents, Entry, FileHeader, write_head
-from .tensors import NARROWER, Held, TensorPart, is_sharded, published_in
+from .tensors import NARROWER, Held, TensorPart, are_on_host, is_sharded, published_in
+from .threads import in_order
 
 # Patches are kept on disks and sent far, so coders are chosen as for a link of 100 Mbit/s: bytes count more than time.
 _LINK_PICOSECONDS_PER_BYTE = 80_000
 
-# An update that takes less than this of a byte per element repeats itself, so zlib is tried.
-_MAX_PACKED_SHARE = 1 / 32
+# An update that takes less than this of a byte per element repeats itself, so zlib is tried. Above, zlib saves 3 %.
+_MAX_PACKED_SHARE = 1 / 128
 
 _scratch = Scratch()
 
@@ -72,6 +74,44 @@ def rank_among(state: Mapping[str, Tensor | TensorPart], group: dist.ProcessGrou
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+class Snapshot(NamedTuple):
+    """What a rank holds of a version, and the checksums of it.
+
+    Attributes:
+        held: the tensors.
+        digests: checksum of each frame of each tensor.
+        identity: 32 bits of the names, forms, parts and bytes of all tensors.
+    """
+
+    held: Mapping[str, Held]
+    digests: dict[str, list[int]]
+    identity: int
+
+    @classmethod
+    def of(cls, held: Mapping[str, Held]) -> Snapshot:
+        """Read all tensors, each memory once."""
+        first = {}  # tensor in each memory; a tensor that shares none is one of its own
+        for name, each in held.items():
+            first.setdefault((each.memory or name, each.form, each.box), name)
+        frames = [_Frame(held[name], box) for name in first.values() for box in frames_of(held[name].box)]
+        found = iter(list(in_order(_digest, frames, _elements, are_on_host(held))))
+        of_first = {name: [next(found) for _ in range(frame_count(held[name].box.sizes))] for name in first.values()}
+        digests = {name: of_first[first[each.memory or name, each.form, each.box]] for name, each in held.items()}
+        rows = [(name, *each.form, *each.box, digests[name]) for name, each in held.items()]
+        identity = zlib.crc32(json.dumps(sorted(rows, key=lambda row: row[0])).encode())
+        return cls(held, digests, identity)
+
+
+def identity_of(state: Mapping[str, Held]) -> int:
+    """The identity of what a rank holds of a version, see `Snapshot`."""
+    return Snapshot.of(state).identity
+
+
+def digest_of(backend: Backend, x: Tensor) -> int:
+    """Checksum of the elements of a frame."""
+    return backend.digest(x.view(torch.uint8))
+
+
 def make_patch_of(
     new: Mapping[str, Held],
     base: Mapping[str, Held] | None = None,
@@ -85,114 +125,128 @@ def make_patch_of(
         rank, ranks: a version that `ranks` ranks publish together is all of their patches.
         file: header of the safetensors file that `new` was read from.
     """
-    older = (
-        {} if base is None else {name: base[name] for name in new if name in base and new[name].is_alike(base[name])}
-    )
-    coder = _Coder()
-    digests, entries, frames = {}, {}, []
-    first_in: dict[Hashable, str] = {}  # name of the first tensor in each memory
-    for name, held in new.items():
-        # A tensor in the memory of an earlier one is listed as that one's name, if the same frames make it.
-        first = name if held.memory is None else first_in.setdefault(held.memory, name)
-        if first in entries and held.is_alike(new[first]) and _are_equal(older.get(first), older.get(name)):
-            entries[name], digests[name] = Entry.for_held(name, held, of=first), digests[first]
+    return patch_between(Snapshot.of(new), None if base is None else Snapshot.of(base), rank, ranks, file)
+
+
+def patch_between(
+    new: Snapshot, base: Snapshot | None, rank: int = 0, ranks: int = 1, file: FileHeader | None = None
+) -> bytes:
+    """`make_patch_of` versions whose checksums are known."""
+    older = {} if base is None else {name: base.held[name] for name in new.held if _is_in(name, new, base)}
+    same_as = _tied(new.held, older)
+
+    # Code the frames of all other tensors.
+    frames, elements = [], {}
+    for name, held in new.held.items():
+        if name in same_as:
             continue
-        # A tensor that has not changed is not listed.
-        digests[name], changed = _changed(held, older.get(name))
-        if name in older and not any(changed):
-            continue
-        narrow = _narrower(held, older.get(name))
-        coded = coder.code(held, older.get(name), changed, held.form.elements(narrow))
-        entries[name] = Entry.for_held(
-            name,
-            held,
-            from_base=name in older,
-            narrow=narrow,
-            frames=tuple(map(len, coded)),
-            digests=tuple(digest if frame else 0 for digest, frame in zip(digests[name], coded)),
-        )
-        frames += coded
+        before = base.digests[name] if name in older else [None] * len(new.digests[name])
+        suspects = [digest == other for digest, other in zip(new.digests[name], before)]
+        narrow = None if all(suspects) else _narrower(held, older.get(name))
+        elements[name] = narrow
+        coded = held.form.elements(narrow)
+        frames += [
+            _Frame(held, box, older.get(name), suspect, coded) for box, suspect in zip(frames_of(held.box), suspects)
+        ]
+    found = iter(list(in_order(_code, frames, _elements, are_on_host(new.held) and are_on_host(older))))
+    coded = {name: [next(found) for _ in new.digests[name]] for name in elements}
+
+    # List what has changed.
+    entries: dict[str, Entry] = {}
+    for name, held in new.held.items():
+        first = same_as.get(name)
+        if first is not None and first in entries:
+            entries[name] = Entry.for_held(name, held, of=first)
+        elif first is None and (name not in older or any(coded[name])):
+            entries[name] = Entry.for_held(
+                name,
+                held,
+                from_base=name in older,
+                narrow=elements[name],
+                frames=tuple(map(len, coded[name])),
+                digests=tuple(digest if frame else 0 for digest, frame in zip(new.digests[name], coded[name])),
+            )
     contents = Contents(
-        base=None if base is None else identity_of(base),
-        version=identity_of(new, digests),
+        base=None if base is None else base.identity,
+        version=new.identity,
         rank=rank,
         ranks=ranks,
         tensors=tuple(entries.values()),
-        gone=tuple(name for name in base or () if name not in new),
+        gone=tuple(name for name in (() if base is None else base.held) if name not in new.held),
         file=file,
     )
-    return b"".join([write_head(contents), *frames])
+    return b"".join([write_head(contents), *(frame for name in entries for frame in coded.get(name, ()))])
 
 
-def identity_of(state: Mapping[str, Held], digests: Mapping[str, list[int]] | None = None) -> int:
-    """The identity of what a rank holds of a version: 32 bits of the names, forms, parts and bytes of all its tensors.
+def _is_in(name: str, new: Snapshot, base: Snapshot) -> bool:
+    """Whether a tensor can be coded as changes from the base."""
+    return name in base.held and new.held[name].is_alike(base.held[name])
 
-    Args:
-        digests: checksum of each frame of each tensor, whether it has changed or not, if they are known.
+
+def _tied(new: Mapping[str, Held], older: Mapping[str, Held]) -> dict[str, str]:
+    """Tensors in the memory of an earlier one that the same frames make: the name of that one, by theirs."""
+    first_in: dict[Hashable, str] = {}
+    same_as = {}
+    for name, held in new.items():
+        first = name if held.memory is None else first_in.setdefault(held.memory, name)
+        if first != name and held.is_alike(new[first]) and _are_equal(older.get(first), older.get(name)):
+            same_as[name] = first
+    return same_as
+
+
+# ------------------------------------------------------------------ frames, each in a thread
+
+
+class _Frame(NamedTuple):
+    """A frame to hash or to code.
+
+    Attributes:
+        held: the tensor.
+        box: the frame's elements.
+        older: the tensor in the base.
+        is_suspect: whether the checksum is that of the base's elements. Then the bytes are compared.
+        elements: dtype of the elements in the frame.
     """
+
+    held: Held
+    box: Box
+    older: Held | None = None
+    is_suspect: bool = False
+    elements: torch.dtype | None = None
+
+
+def _elements(frame: _Frame) -> int:
+    return frame.box.numel
+
+
+def _digest(frame: _Frame) -> int:
+    return digest_of(kernels.cpu_backend(), frame.held.on_host(frame.box))
+
+
+def _code(frame: _Frame) -> bytes:
+    """The bytes of a frame; none if nothing has changed."""
     backend = kernels.cpu_backend()
-    rows = []
-    for name, held in state.items():
-        found = digests[name] if digests else [digest_of(backend, held.on_host(box)) for box in frames_of(held.box)]
-        rows.append((name, *held.form, *held.box, found))
-    return zlib.crc32(json.dumps(sorted(rows, key=lambda row: row[0])).encode())
-
-
-def digest_of(backend: Backend, x: Tensor) -> int:
-    """Checksum of the elements of a frame."""
-    return backend.digest(x.view(torch.uint8))
-
-
-class _Coder:
-    """Codes tensors frame by frame, and holds one frame at a time besides the result."""
-
-    def __init__(self):
-        self._backend = kernels.cpu_backend()
-        self._coding = Coding(costs=self._backend.costs._replace(link=_LINK_PICOSECONDS_PER_BYTE))
-
-    def code(self, held: Held, older: Held | None, changed: list[bool], elements: torch.dtype) -> list[bytes]:
-        """The frames of what a rank holds of a tensor, as changes from `older`.
-
-        Args:
-            changed: whether something in a frame has changed. Otherwise it is empty.
-            elements: dtype of the elements in frames.
-        """
-        frames = []
-        for box, has_changed in zip(frames_of(held.box), changed):
-            if not has_changed:
-                frames.append(b"")
-                continue
-            base_x = None if older is None else older.on_host(box).to(elements)
-            frames.append(self._frame(held.on_host(box).to(elements), base_x))
-        return frames
-
-    def _frame(self, x: Tensor, base_x: Tensor | None) -> bytes:
-        # The header of a frame alone would take as much.
-        if x.nbytes <= HEADER_BYTES:
-            return _bytes_of(x)
-        # Without a base, floats are coded themselves, and all other elements as changes from zeros.
-        base = torch.zeros_like(x) if base_x is None and x.dtype not in DTYPES else base_x
-        room = _scratch.of("frame", max_update_bytes(len(x), x.itemsize), torch.uint8, x.device)
-        size = encode_update(self._backend, x, base, self._coding, room)
-        if size >= x.nbytes:
-            return _bytes_of(x)
-        self._backend.seal(room[:size])
-        frame = _bytes_of(room[:size])
-        # Readers bound the size of a tensor without a base by that of its frames.
-        if base_x is not None and size <= _MAX_PACKED_SHARE * len(x):
-            return min(frame, zlib.compress(frame), key=len)
-        return frame
-
-
-def _changed(held: Held, older: Held | None) -> tuple[list[int], list[bool]]:
-    """The digest of each frame, and whether something in it has changed."""
-    backend = kernels.cpu_backend()
-    digests, changed = [], []
-    for box in frames_of(held.box):
-        x = held.on_host(box)
-        digests.append(digest_of(backend, x))
-        changed.append(older is None or not _have_equal_bytes(x, older.on_host(box)))
-    return digests, changed
+    x = frame.held.on_host(frame.box)
+    base_x = None if frame.older is None else frame.older.on_host(frame.box)
+    if frame.is_suspect and _have_equal_bytes(x, base_x):
+        return b""
+    x, base_x = x.to(frame.elements), None if base_x is None else base_x.to(frame.elements)
+    # The header of a frame alone would take as much.
+    if x.nbytes <= HEADER_BYTES:
+        return _bytes_of(x)
+    # Without a base, floats are coded themselves, and all other elements as changes from zeros.
+    base = torch.zeros_like(x) if base_x is None and x.dtype not in DTYPES else base_x
+    room = _scratch.of("frame", max_update_bytes(len(x), x.itemsize), torch.uint8, x.device)
+    coding = Coding(costs=backend.costs._replace(link=_LINK_PICOSECONDS_PER_BYTE))
+    size = encode_update(backend, x, base, coding, room)
+    if size >= x.nbytes:
+        return _bytes_of(x)
+    backend.seal(room[:size])
+    coded = _bytes_of(room[:size])
+    # Readers bound the size of a tensor without a base by that of its frames.
+    if base_x is not None and size <= _MAX_PACKED_SHARE * len(x):
+        return min(coded, zlib.compress(coded), key=len)
+    return coded
 
 
 def _narrower(held: Held, older: Held | None) -> str | None:
@@ -203,9 +257,13 @@ def _narrower(held: Held, older: Held | None) -> str | None:
     for narrow in NARROWER.get(held.form.dtype, ()):
         elements = held.form.elements(narrow)
         parts = (each.on_host(box) for each in tensors for box in frames_of(each.box))
-        if all(_have_equal_bytes(x, x.to(elements).to(x.dtype)) for x in parts):
+        if all(_has_values_of(elements, x[:CHUNK]) and _has_values_of(elements, x) for x in parts):
             return narrow
     return None
+
+
+def _has_values_of(dtype: torch.dtype, x: Tensor) -> bool:
+    return _have_equal_bytes(x, x.to(dtype).to(x.dtype))
 
 
 def _bytes_of(x: Tensor) -> bytes:

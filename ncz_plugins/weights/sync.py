@@ -6,7 +6,7 @@ carries the bytes over torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,13 +16,15 @@ from torch import Tensor
 from ..core.errors import MismatchError, UnsupportedError
 from ..core.transport.base import peer_errors
 from ..core.transport.groups import require_group
-from .apply import apply_patch
-from .make import identity_of, make_patch_of, rank_among
+from .apply import apply_patch, require_no_base
+from .make import Snapshot, identity_of, patch_between, rank_among
 from .tensors import Held, TensorPart, held_copy, held_in, is_sharded, published_in
 
 # What ranks send in place of numbers from 0 on.
 _NO_VERSION = -1  # in place of an identity
 _REFUSED = -1  # in place of the bytes of a patch
+
+_NOTHING_PUBLISHED = "no version was published yet: call publish(state_dict) first"
 
 
 class WeightPublisher:
@@ -35,41 +37,53 @@ class WeightPublisher:
         keep: number of versions to keep, the newest one included. With 2, a worker that is one version behind gets
             changes. Each version takes the memory of a state dict on the host.
         group: see `make_patch`.
+        base: what workers begin with, such as the checkpoint that a training begins with. It is kept like a version,
+            so that their first patch holds changes.
 
     Attributes:
         version: how many versions were published.
     """
 
-    def __init__(self, keep: int = 2, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        keep: int = 2,
+        group: dist.ProcessGroup | None = None,
+        base: Mapping[str, Tensor | TensorPart] | None = None,
+    ):
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an integer, 1 or more, got {keep!r}: the newest version is always kept")
         self.version = 0
         self._keep, self._group = keep, group
         self._place = 0, 1  # number of this rank, and of ranks that publish together
-        self._kept: dict[int, dict[str, Held]] = {}  # versions by identity, the oldest first
+        self._kept: dict[int, Snapshot] = {}  # versions by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
+        if base is not None:
+            self._keep_newest(base)
 
     def publish(self, state: Mapping[str, Tensor | TensorPart]) -> int:
         """Copy `state` as the newest version. Returns the number of the version, from 1.
 
         Raises UnsupportedError as `make_patch` does; the version published before then remains the newest.
         """
-        copied = _copy(state)
-        new = identity_of(copied)
-        self._place = rank_among(state, self._group)
-        # A version that is published again becomes the newest.
-        self._kept.pop(new, None)
-        self._kept[new] = copied
-        for old in list(self._kept)[: -self._keep]:
-            del self._kept[old]
-        self._made.clear()
+        self._keep_newest(state)
         self.version += 1
         return self.version
 
+    def _keep_newest(self, state: Mapping[str, Tensor | TensorPart]) -> None:
+        new = Snapshot.of(_copy(state))
+        self._place = rank_among(state, self._group)
+        # A version that is published again becomes the newest.
+        self._kept.pop(new.identity, None)
+        self._kept[new.identity] = new
+        for old in list(self._kept)[: -self._keep]:
+            del self._kept[old]
+        self._made.clear()
+
     @property
     def identity(self) -> int:
-        """The identity of the newest version. Raises UnsupportedError if nothing was published."""
-        self._require_published()
+        """The identity of the newest version, or of `base` if none was published. Raises UnsupportedError without."""
+        if not self._kept:
+            raise UnsupportedError(_NOTHING_PUBLISHED)
         return next(reversed(self._kept))
 
     def patch(self, base: int | None = None) -> bytes:
@@ -80,28 +94,30 @@ class WeightPublisher:
 
         Raises UnsupportedError if nothing was published.
         """
-        self._require_published()
+        if not self.version:
+            raise UnsupportedError(_NOTHING_PUBLISHED)
         base = base if base in self._kept else None
         if base not in self._made:
             older = None if base is None else self._kept[base]
-            self._made[base] = make_patch_of(self._kept[self.identity], older, *self._place)
+            self._made[base] = patch_between(self._kept[self.identity], older, *self._place)
         return self._made[base]
-
-    def _require_published(self) -> None:
-        if not self._kept:
-            raise UnsupportedError("no version was published yet: call publish(state_dict) first")
 
 
 class WeightSubscriber:
     """A worker's side: applies patches, and holds the weights that they make.
 
+    Args:
+        base: what this worker begins with, such as a checkpoint from its disk. Its first patch holds changes if the
+            publisher keeps that version, and all weights otherwise.
+
     Attributes:
         weights: tensors by name, in host memory; empty before the first patch. Tensors that share memory at the
-            trainer are one tensor here. May be set to a version that the publisher keeps, such as a loaded checkpoint.
+            trainer are one tensor here. May be set to another version that the publisher keeps.
     """
 
-    def __init__(self):
-        self.weights: dict[str, Tensor] = {}
+    def __init__(self, base: Mapping[str, Tensor] | None = None):
+        self.weights: dict[str, Tensor] = {} if base is None else dict(base)
+        self._made: tuple[dict[str, Tensor], int | None] | None = None  # by patches of several ranks, and identity
 
     @property
     def identity(self) -> int | None:
@@ -119,10 +135,31 @@ class WeightSubscriber:
         """Apply a patch, or those of all ranks that published a version. Returns the new weights.
 
         Raises FrameError if the patch is damaged, and MismatchError if it is for another version than `weights` as
-        they are now. `weights` stay as they were: ask for a patch for their present `identity`.
+        they are now, also because they were changed in place. `weights` stay as they were: get a patch for their
+        present `identity`, or a whole version.
         """
-        self.weights = apply_patch(patch, self.weights or None)
+        # Patches of several ranks name what each rank held: only this worker knows what they made.
+        is_of_several = isinstance(patch, (list, tuple)) and len(patch) > 1
+        base = self.weights or None
+        if is_of_several and self._made is not None and self._made[0] is base and self.identity != self._made[1]:
+            require_no_base(patch, "the weights were changed in place since the last patch")
+        self.weights = apply_patch(patch, base)
+        self._made = (self.weights, self.identity) if is_of_several else None
         return self.weights
+
+    def follow(self, ask: Callable[[int | None], bytes | Sequence[bytes]]) -> dict[str, Tensor]:
+        """Get a patch and apply it. Returns the new weights, whatever happened to those before.
+
+        Args:
+            ask: gives the patch for an identity, or a whole version for None: `WeightPublisher.patch`, or a request
+                that brings what it returns from the trainer.
+
+        Raises what `ask` and `apply` raise, except for a MismatchError of changes: a whole version is asked for then.
+        """
+        try:
+            return self.apply(ask(self.identity))
+        except MismatchError:
+            return self.apply(ask(None))
 
 
 class WeightSync:
@@ -135,6 +172,8 @@ class WeightSync:
         group: the process group; None is the default group.
         src: global rank of the trainer.
         keep: see `WeightPublisher`.
+        base: what this rank begins with, such as the checkpoint on its disk. A worker's first version costs what
+            differs if its base is that of the trainer; otherwise the worker gets all weights.
 
     Attributes:
         bytes_sent: what the trainer sent to each rank for the last version. Stays 0 on workers.
@@ -145,14 +184,21 @@ class WeightSync:
     # 2. The trainer broadcasts, for each base, where its patch begins in the bytes that follow, and its length.
     # 3. The trainer broadcasts these bytes: all patches, one behind the other.
 
-    def __init__(self, group: dist.ProcessGroup | None = None, src: int = 0, keep: int = 2):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        src: int = 0,
+        keep: int = 2,
+        base: Mapping[str, Tensor] | None = None,
+    ):
         self._group = require_group(group, "WeightSync")
         ranks = dist.get_process_group_ranks(self._group)
         if src not in ranks:
             raise UnsupportedError(f"src must be a global rank of this group, one of {ranks}, got {src!r}")
         self._src, self._src_in_group = src, ranks.index(src)
-        self._publisher = WeightPublisher(keep)
-        self._subscriber = WeightSubscriber()
+        is_trainer = dist.get_rank() == src
+        self._publisher = WeightPublisher(keep, base=base if is_trainer else None)
+        self._subscriber = WeightSubscriber(None if is_trainer else base)
         self.bytes_sent = 0
 
     def publish(self, state: Mapping[str, Tensor]) -> int:

@@ -179,7 +179,7 @@ class Held(NamedTuple):
     def on_host(self, box: Box) -> Tensor:
         """The elements of a box of the whole tensor: 1-D, contiguous, in host memory. A view if they lie there so."""
         data = self.data if box is self.box else box.of(self.data, self.box.offsets)
-        return _flat(data.to("cpu").contiguous())
+        return flat(data.to("cpu").contiguous())
 
 
 # ------------------------------------------------------------------ from state dicts
@@ -279,10 +279,10 @@ def _as_bytes(name: str, tensor: Tensor, to_write: bool) -> Tensor:
     """A tensor as a row of bytes, int8."""
     if to_write and not tensor.is_contiguous():
         raise UnsupportedError(f"{name}: a tensor of {tensor.dtype} must be contiguous to be written to")
-    return _flat(tensor.contiguous()).view(torch.int8)
+    return flat(tensor.contiguous()).view(torch.int8)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor as a row of elements.
 
     Torch calls a tensor of one element contiguous whatever its stride is, but views it as bytes only with stride 1.
@@ -309,6 +309,11 @@ def new_tensor(name: str, form: Form) -> Tensor:
     if math.prod(shape) * dtype.itemsize != form.total_bytes:
         raise FrameError(f"{name}: {form.total_bytes} bytes are not {list(form.shape)} elements of {form.dtype}")
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def are_on_host(held: Mapping[str, Held]) -> bool:
+    """Whether all tensors lie in host memory."""
+    return all(each.data.is_cpu for each in held.values())
 
 
 def held_copy(held: Held) -> Held:

@@ -48,6 +48,24 @@ def test_workers_follow_a_trainer(group):
 
 
 @ranks(3)
+def test_workers_begin_with_the_checkpoint_on_their_disk(group):
+    """Its first version costs what differs; a worker with another one, or with none, gets all. Tied tensors go once."""
+    first, second, third = (each | {"head": each["w"]} for each in versions()[:3])
+    sizes = []
+    for bases in ((first, first, first), (first, third, None), (None, first, first)):
+        sync = WeightSync(group, base=bases[rank])
+        if rank == 0:
+            sync.publish(second)
+            sizes.append(sync.bytes_sent)
+            continue
+        weights = sync.receive()
+        assert same(weights, second) and weights["head"] is weights["w"]
+    if rank == 0:
+        changes, whole, unknown = sizes
+        assert changes < 0.5 * whole and whole == unknown < 1.01 * second["w"].nbytes
+
+
+@ranks(3)
 def test_what_can_not_be_published_is_told_to_workers_at_once_and_all_go_on(group):
     sync, state = WeightSync(group, src=1), versions()[0]
     unfit = {"w": torch.ones(3).to_sparse()}

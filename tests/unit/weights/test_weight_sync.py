@@ -5,6 +5,9 @@ import torch
 import torch.distributed as dist
 
 from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber, WeightSync
+from ncz_plugins.weights import make
+from ncz_plugins.weights.make import make_patch_of
+from ncz_plugins.weights.tensors import held_in
 
 
 def versions(count: int) -> list[dict[str, torch.Tensor]]:
@@ -86,14 +89,66 @@ def test_a_worker_that_changed_its_weights_in_place_recovers_by_itself():
     assert same(worker.apply(publisher.patch(worker.identity)), third)
 
 
-def test_a_worker_may_begin_with_a_checkpoint():
+def test_a_worker_that_follows_gets_a_whole_version_whatever_happened_to_its_weights():
     publisher, worker = WeightPublisher(), WeightSubscriber()
+    asked = []
+
+    def ask(identity):
+        asked.append(identity)
+        if identity is not None:
+            worker.weights["w"][0] += 1  # while the request is on its way
+        return publisher.patch(identity)
+
     first, second = versions(2)
     publisher.publish(first)
+    assert same(worker.follow(ask), first) and asked == [None]
     publisher.publish(second)
-    worker.weights = {name: tensor.clone() for name, tensor in first.items()}
-    patch = publisher.patch(worker.identity)
-    assert len(patch) < 0.4 * len(publisher.patch()) and same(worker.apply(patch), second)
+    assert same(worker.follow(ask), second) and len(asked) == 3 and asked[-1] is None
+
+
+def test_a_worker_of_several_ranks_notices_weights_that_were_changed_in_place():
+    """Also those that no patch touches, which no checksum of a frame covers."""
+    states = versions(3)
+    names = ["w", "frozen"]  # one tensor for each rank
+
+    def patches(new, old=None):
+        held = [[None if state is None else held_in({name: state[name]}, "") for state in (new, old)] for name in names]
+        return [make_patch_of(*each, rank, 2) for rank, each in enumerate(held)]
+
+    first, second, third = states
+    worker = WeightSubscriber()
+    worker.apply(patches(first))
+    assert same(worker.apply(patches(second, first)), second)
+    worker.weights["frozen"][0] += 1
+    with pytest.raises(MismatchError, match="changed in place since the last patch, and the patch holds changes: ask"):
+        worker.apply(patches(third, second))
+    assert same(worker.apply(patches(third)), third)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_worker_may_begin_with_a_checkpoint(keep):
+    """Its first patch holds changes if the publisher began with the same one and still keeps it."""
+    first, second, third = versions(3)
+    copy = {name: tensor.clone() for name, tensor in first.items()}
+    publisher, worker, other = WeightPublisher(keep, base=first), WeightSubscriber(copy), WeightSubscriber(third)
+    assert publisher.identity == worker.identity
+    with pytest.raises(UnsupportedError, match="publish"):
+        publisher.patch()
+    publisher.publish(second)
+    patch, whole = publisher.patch(worker.identity), publisher.patch(other.identity)
+    assert (len(patch) < 0.4 * len(whole)) == (keep == 2)
+    assert same(worker.apply(patch), second) and same(other.apply(whole), second) and same(copy, first)
+
+
+def test_a_version_is_hashed_once(monkeypatch):
+    """Publishing reads the new version, and patches read no checksums again."""
+    read = []
+    monkeypatch.setattr(make, "digest_of", lambda *each, digest=make.digest_of: read.append(1) or digest(*each))
+    publisher = WeightPublisher()
+    for number, state in enumerate(versions(3), 1):
+        publisher.publish(state)
+        publisher.patch(), publisher.patch(publisher.identity)
+        assert len(read) == 2 * number
 
 
 def test_tied_tensors_are_kept_and_held_once():
@@ -103,7 +158,7 @@ def test_tied_tensors_are_kept_and_held_once():
         weights = worker.apply(publisher.patch(worker.identity))
         assert weights["w"] is weights["head"] and same(weights, state | {"head": state["w"]})
         [*_, kept] = publisher._kept.values()
-        assert kept["w"] is kept["head"] and kept["w"].data.data_ptr() != state["w"].data_ptr()
+        assert kept.held["w"] is kept.held["head"] and kept.held["w"].data.data_ptr() != state["w"].data_ptr()
 
 
 def test_what_is_published_is_copied():

@@ -1,0 +1,78 @@
+"""Threads: the same bytes whatever their number, errors in their place, and torch's number of threads as it was."""
+
+import threading
+
+import pytest
+import torch
+
+from ncz_plugins import MismatchError, PartlyAppliedError, apply_patch, make_patch, stage_patch
+from ncz_plugins.weights import boxes, threads
+from ncz_plugins.weights.threads import in_order
+
+
+@pytest.fixture(params=[1, 2, 5])
+def count(request, monkeypatch):
+    """How many threads torch computes with. Frames are small."""
+    monkeypatch.setattr(boxes, "FRAME_ELEMENTS", 64)
+    monkeypatch.setattr(threads, "FRAME_ELEMENTS", 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    assert torch.get_num_threads() == request.param
+    torch.set_num_threads(before)
+
+
+def versions() -> tuple[dict, dict]:
+    random = torch.Generator().manual_seed(0)
+    old = {f"w{number}": torch.randn(number, 30, generator=random) for number in range(20)}
+    old |= {"bytes": torch.arange(2000).to(torch.int8), "narrow": torch.randn(500, generator=random).bfloat16().float()}
+    new = {name: x.clone() for name, x in old.items()}
+    for name in ("w3", "w15", "w19", "bytes", "narrow"):
+        new[name].view(-1)[::7] = 1
+    return old, new
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_results_come_in_order_and_an_error_in_its_place(count):
+    def work(task):
+        names.add(threading.current_thread().name)
+        return 100 // task
+
+    names = set()
+    assert list(in_order(work, range(1, 200), lambda task: 20)) == [100 // task for task in range(1, 200)]
+    assert (names == {threading.current_thread().name}) == (count == 1)
+    found = in_order(work, [5, 4, 0, 2], lambda task: 20)
+    assert [next(found), next(found)] == [20, 25]
+    with pytest.raises(ZeroDivisionError):
+        next(found)
+    assert next(in_order(work, range(1, 200), lambda task: 20)) == 100  # and the rest is not wanted
+
+
+def test_bytes_do_not_depend_on_threads(count):
+    old, new = versions()
+    patch, whole = make_patch(new, old), make_patch(new)
+    torch.set_num_threads(1)
+    assert patch == make_patch(new, old) and whole == make_patch(new)
+    torch.set_num_threads(count)
+    assert same(apply_patch(patch, old), new) and same(apply_patch(whole), new)
+    for decoded in (False, True):
+        weights = {name: x.clone() for name, x in old.items()}
+        stage_patch(patch, weights, decoded).apply()
+        assert same(weights, new)
+
+
+def test_errors_name_their_tensor(count):
+    old, new = versions()
+    patch = make_patch(new, old)
+    weights = {name: x.clone() for name, x in old.items()}
+    staged = stage_patch(patch, weights)
+    weights["w15"].add_(1)
+    with pytest.raises(MismatchError, match="w15: its values are not those of the version"):
+        stage_patch(patch, weights)
+    with pytest.raises(PartlyAppliedError) as failed:
+        staged.apply()
+    assert (failed.value.new, failed.value.mixed) == (["w3"], "w15")
+    assert torch.equal(weights["w3"], new["w3"]) and torch.equal(weights["w19"], old["w19"])
