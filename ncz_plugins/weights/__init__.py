@@ -8,6 +8,7 @@
 - `apply.py`: reads the patches of all ranks; makes a new version, or writes it into existing tensors.
 - `files.py`: safetensors files, and patches between them.
 - `sync.py`: a trainer that publishes versions, and workers that follow.
+- `engines`: doors for inference engines.
 
 Patches code and decode frames themselves, so this package imports `ncz_plugins.kernels` as well as `ncz_plugins.core`.
 """

@@ -1,0 +1,49 @@
+"""The weights that an engine loaded last, in host memory, in the names and shapes of its checkpoint.
+
+Engines fuse tensors (q, k and v; gate and up), shard and quantize them. So patches can't be written into an engine's
+own tensors: they change this copy, and the engine's loader takes the tensors from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ...core.errors import MismatchError
+from ..apply import apply_patch, read_patches, stage_patch
+
+
+class CheckpointCopy:
+    """Whole tensors in host memory that follow a trainer.
+
+    Attributes:
+        weights: tensors by name; empty before the first version.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor] | None = None):
+        self.weights = dict(weights or {})
+        self._versions: tuple[int, ...] | None = None  # identities of the version; None: not known
+
+    def apply(self, patches: Sequence[bytes]) -> None:
+        """Apply the patches of all ranks that published a version.
+
+        Changes are checked first, and then written in place. A whole version takes new memory.
+
+        Raises FrameError if a patch is damaged, and MismatchError if it is for another version than this one. Nothing
+        has changed then: a whole version helps.
+        """
+        version = read_patches(patches)
+        if version.is_whole:
+            self.weights = apply_patch(patches)
+            self._versions = tuple(each.version for each in version.contents)
+            return
+        unknown = sorted(version.parts.keys() - self.weights.keys())
+        if unknown or not self.weights:
+            raise MismatchError(
+                f"the patches change {unknown[0] if unknown else 'a version'}, and this engine has "
+                f"{len(self.weights)} other tensors: send a whole version, WeightPublisher.patch()"
+            )
+        staged = stage_patch(patches, self.weights, versions=self._versions)
+        staged.apply()
+        self._versions = staged.versions
