@@ -58,8 +58,11 @@ if TYPE_CHECKING:
         WeightSubscriber,
         WeightSync,
         apply_patch,
+        fetch_version,
         make_patch,
+        publish_version,
         stage_patch,
+        verify_versions,
     )
 
 _LAZY = {
@@ -76,10 +79,13 @@ _LAZY = {
     "apply_patch": ".weights",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
+    "fetch_version": ".weights",
     "make_patch": ".weights",
+    "publish_version": ".weights",
     "recording": ".core.runtime.trace",
     "scalars": ".core.training.metrics",
     "stage_patch": ".weights",
+    "verify_versions": ".weights",
 }
 
 __all__ = [
@@ -107,10 +113,13 @@ __all__ = [
     "apply_patch",
     "compress",
     "decompress",
+    "fetch_version",
     "make_patch",
+    "publish_version",
     "recording",
     "scalars",
     "stage_patch",
+    "verify_versions",
 ]
 
 

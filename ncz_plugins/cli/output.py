@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -161,6 +162,13 @@ def grid(rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         found.add_row(Text(name, style="bold"), Text(value))
     return found
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr, if that is a terminal. It vanishes at the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    silent = sys.stderr is None or not sys.stderr.isatty()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=silent)
 
 
 # ------------------------------------------------------------------ commands with subcommands

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..core.errors import FrameError, MismatchError, UnsupportedError
+from ..core.errors import ConfigError, FrameError, MismatchError, UnsupportedError
 from ..core.whole_files import write_whole
-from .output import add_row, list_commands, size, table, unbroken_console
+from .output import add_row, list_commands, progress_bar, size, table, unbroken_console
 
 if TYPE_CHECKING:
     from ..weights.files import WeightFile
@@ -23,26 +24,44 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("patch", help="turn versions of weights (.safetensors) into patches, and back")
     list_commands(parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    make = actions.add_parser("make", help="write what has changed between two files, or all of one")
-    make.add_argument("new", help="the new version, .safetensors")
-    make.add_argument("patch", help="the file to write; - is standard output")
+    make = actions.add_parser("make", help="write what has changed between two files or checkpoints, or all of one")
+    make.add_argument("new", help="the new version: a .safetensors file, or the folder of a checkpoint")
+    make.add_argument(
+        "patch", help="the file to write, - is standard output; of a checkpoint: the folder of versions to add it to"
+    )
     make.add_argument(
         "--base",
         metavar="OLD",
-        help="the version that the receiver has, .safetensors; without it the patch holds a whole version",
+        help="the version that the receiver has, .safetensors; without it the patch holds a whole version. Of a "
+        "checkpoint: the one that was added before, if its folder is there; otherwise it is made again",
     )
+    make.add_argument(
+        "--whole-every", type=int, default=16, metavar="N", help="checkpoints: a whole version after N (default 16)"
+    )
+    make.add_argument("--keep", type=int, metavar="N", help="checkpoints: keep N versions, and what they are made of")
     make.set_defaults(run=_make, outputs={"patch": "patch"})
     apply = actions.add_parser("apply", help="write the new version, to the bit")
-    apply.add_argument("patch", nargs="+", help="what `ncz patch make` wrote; the patches of all ranks, if several")
-    apply.add_argument("new", help="the file to write, .safetensors; - is standard output")
-    apply.add_argument("--base", metavar="OLD", help="the version that the patch is for, .safetensors")
+    apply.add_argument(
+        "patch", nargs="+", help="what `ncz patch make` wrote; the patches of all ranks, if several made the version"
+    )
+    apply.add_argument("new", help="the .safetensors file to write, - is standard output; of a checkpoint: its folder")
+    apply.add_argument("--base", metavar="OLD", help="the version that the patch is for; the checkpoint that you hold")
+    apply.add_argument("--version", type=int, metavar="N", help="checkpoints: version N, not the newest")
     apply.set_defaults(run=_apply, outputs={"new": "new"})
-    show = actions.add_parser("show", help="list what is in a patch")
+    show = actions.add_parser("show", help="list what is in a patch, or the versions in a folder")
     show.add_argument("patch", help="what `ncz patch make` wrote")
     show.set_defaults(run=_show)
+    verify = actions.add_parser("verify", help="read all files of a folder of versions, or of a checkpoint out of one")
+    verify.add_argument("folder", help="what `ncz patch make` or `apply` wrote")
+    verify.set_defaults(run=_verify)
+
+
+# ------------------------------------------------------------------ files
 
 
 def _make(options: argparse.Namespace) -> None:
+    if os.path.isdir(options.new):
+        return _publish(options)
     from ..weights.files import make_file_patch
 
     new = _read(options.new)
@@ -55,6 +74,8 @@ def _make(options: argparse.Namespace) -> None:
 
 
 def _apply(options: argparse.Namespace) -> None:
+    if os.path.isdir(options.patch[0]):
+        return _fetch(options)
     from ..weights.apply import read_patches
     from ..weights.files import FileBytes, apply_file_patch, require_base_file
 
@@ -68,6 +89,8 @@ def _apply(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    if os.path.isdir(options.patch):
+        return _list(options)
     from ..weights.apply import read_patch
 
     patch = _mapped(options.patch)
@@ -89,6 +112,67 @@ def _show(options: argparse.Namespace) -> None:
     ranks = "" if contents.ranks == 1 else f", rank {contents.rank} of {contents.ranks}"
     console.print(Text(f"{options.patch}: makes version {contents.version:08x}{ranks}, {base}"))
     console.print(found)
+
+
+# ------------------------------------------------------------------ folders
+
+
+def _publish(options: argparse.Namespace) -> None:
+    from ..weights.directory import list_versions, publish_version
+
+    try:
+        with _counting("reading and coding") as progress:
+            publish_version(options.patch, options.new, options.base, options.whole_every, options.keep, progress)
+    except ValueError as error:
+        raise ConfigError(f"--whole-every, --keep: {error}") from None
+    newest = list_versions(options.patch)[-1]
+    text = f"{options.patch}: version {newest.number}, {size(newest.stored_bytes)}"
+    if newest.manifest.base is not None:
+        whole = sum(row.bytes for row in newest.manifest.files.values())
+        text += f", {whole / max(1, newest.stored_bytes):.1f} times fewer than its {size(whole)}"
+    unbroken_console().print(Text(text))
+
+
+def _fetch(options: argparse.Namespace) -> None:
+    from ..weights.directory import fetch_version
+
+    if len(options.patch) > 1:
+        raise UnsupportedError(f"{options.patch[0]} is a folder of versions: give it alone")
+    with _counting("making") as progress:
+        number = fetch_version(options.patch[0], options.new, options.version, options.base, progress)
+    unbroken_console().print(Text(f"{options.new}: version {number}"))
+
+
+def _list(options: argparse.Namespace) -> None:
+    from ..weights.directory import list_versions
+
+    found = table("version", "holds", "bytes", "of", "state", numbers=["version", "bytes", "of"], gap=2)
+    for each in list_versions(options.patch):
+        manifest = each.manifest
+        whole = 0 if manifest is None else sum(row.bytes for row in manifest.files.values())
+        held = "" if manifest is None else "everything" if manifest.base is None else f"changes of {manifest.base}"
+        add_row(found, str(each.number), held, f"{each.stored_bytes:,}", f"{whole:,}", each.problem or "complete")
+    unbroken_console().print(found)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from ..weights.directory import verify_versions
+
+    with _counting("reading") as progress:
+        numbers = verify_versions(options.folder, progress)
+    named = f"version {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} versions, {numbers[0]} to {numbers[-1]}"
+    unbroken_console().print(Text(f"{options.folder}: {named}: every file is what its manifest says"))
+
+
+@contextmanager
+def _counting(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Context manager that yields a function to call with bytes that are done and all bytes, and shows a bar."""
+    with progress_bar() as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# ------------------------------------------------------------------ reading and writing
 
 
 def _read(file: str) -> WeightFile:

@@ -1,4 +1,5 @@
-"""Output files. Regular files are replaced as a whole; devices, FIFOs and descriptors are written to directly.
+"""Output files. Regular files are replaced as a whole; devices, FIFOs and descriptors are written to directly. Folders
+of files appear as a whole.
 
 Symbolic links are followed, even if the target is missing. `-` is standard output.
 """
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 STANDARD_OUTPUT = "-"
@@ -104,6 +107,54 @@ def replacing(path: str | os.PathLike) -> AbstractContextManager[BinaryIO]:
     If the block raises, the old file stays. Raises OSError.
     """
     return _replacing(target_of(path))
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Context manager that yields an empty folder, to be filled, which becomes the folder `path` at its end.
+
+    It is `.ncz-NAME` beside `path` until then. What a process left there that died is removed. If the block raises,
+    nothing stays. Raises OSError: BlockingIOError if another process fills a folder for the same path, and others if
+    `path` is there and not empty.
+    """
+    if path.exists() and any(path.iterdir()):
+        raise FileExistsError(errno.EEXIST, "is there and not empty: name a new folder", str(path))
+    partial = path.with_name(f".ncz-{path.name}")
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _lock(descriptor, partial, path)
+        try:
+            for left in partial.iterdir():
+                left.unlink()
+            yield partial
+            os.fsync(descriptor)
+            os.rename(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+    # The name of the new folder must outlive a loss of power, too.
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, partial: Path, path: Path) -> None:
+    """Lock an open folder until it is closed, or its process ends. Raises BlockingIOError if another process has it."""
+    import fcntl  # Windows has none
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_ours = False
+    else:  # whoever had the lock before may have renamed the folder
+        is_ours = partial.is_dir() and os.path.samestat(os.fstat(descriptor), os.stat(partial))
+    if not is_ours:
+        raise BlockingIOError(errno.EAGAIN, "another process makes this folder", str(path))
 
 
 def open_to_append(path: str | os.PathLike) -> BinaryIO:

@@ -7,6 +7,8 @@
 - `make.py`: makes a patch of what a rank holds.
 - `apply.py`: reads the patches of all ranks; makes a new version, or writes it into existing tensors.
 - `files.py`: safetensors files, and patches between them.
+- `manifest.py`: what a version in a folder consists of, checked.
+- `directory.py`: folders of versions of checkpoints, which any tool can sync.
 - `sync.py`: a trainer that publishes versions, and workers that follow.
 - `engines`: doors for inference engines.
 
@@ -16,6 +18,7 @@ Patches code and decode frames themselves, so this package imports `ncz_plugins.
 from __future__ import annotations
 
 from .apply import StagedPatch, apply_patch, stage_patch
+from .directory import fetch_version, publish_version, verify_versions
 from .make import make_patch
 from .sync import WeightPublisher, WeightSubscriber, WeightSync
 from .tensors import TensorPart
@@ -27,6 +30,9 @@ __all__ = [
     "WeightSubscriber",
     "WeightSync",
     "apply_patch",
+    "fetch_version",
     "make_patch",
+    "publish_version",
     "stage_patch",
+    "verify_versions",
 ]

@@ -162,7 +162,7 @@ def apply_file_patch(version: Version, base: WeightFile | None = None) -> Weight
     if not _may_equal(equal_bytes, total_bytes - equal_bytes):
         raise FrameError(f"the patch makes a file of {total_bytes} bytes, of which {equal_bytes} equal others")
     header = _new_header(forms) if version.file is None else _header_after(version.file, base, forms)
-    return WeightFile(header, forms, _Made(version, {} if base is None else base.tensors, forms))
+    return WeightFile(header, forms, _Made(forms, version, {} if base is None else base.tensors))
 
 
 def require_base_file(version: Version, base: WeightFile | None) -> None:
@@ -170,19 +170,23 @@ def require_base_file(version: Version, base: WeightFile | None) -> None:
     require_base(version, None if base is None else base.tensors)
 
 
-class _Made(Mapping[str, Held]):
-    """Tensors of the file that patches make. Each is made when it is asked for, and is not kept."""
+def with_moved(own: WeightFile | None, moved: Mapping[str, WeightFile]) -> WeightFile | None:
+    """The file `own`, if any, with tensors of other files beside its own. Raises FrameError if one is missing."""
+    if not moved:
+        return own
+    for name, file in moved.items():
+        if name not in file.forms:
+            raise FrameError(f"{name}: is not in the file that it is said to come from; get the patch again")
+    own = WeightFile("", {}, {}) if own is None else own
+    forms = {**own.forms, **{name: file.forms[name] for name, file in moved.items()}}
+    return WeightFile(own.header, forms, _Joined(forms, own, moved))
 
-    def __init__(self, version: Version, base: Mapping[str, Held], forms: Mapping[str, Form]):
-        self._version, self._base, self._forms = version, base, forms
 
-    def __getitem__(self, name: str) -> Held:
-        if name not in self._version.parts:
-            return self._base[name]
-        # The version of this tensor alone.
-        older = {} if self._version.is_whole or name not in self._base else {name: self._base[name]}
-        alone = self._version._replace(parts={name: self._version.parts[name]}, same_as={})
-        return assemble(alone, older, older, _new)[name]
+class _Lazy(Mapping[str, Held]):
+    """Tensors of a file. Each is made when it is asked for, and is not kept."""
+
+    def __init__(self, forms: Mapping[str, Form]):
+        self._forms = forms
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._forms)
@@ -192,6 +196,33 @@ class _Made(Mapping[str, Held]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._forms
+
+
+class _Joined(_Lazy):
+    """See `with_moved`."""
+
+    def __init__(self, forms: Mapping[str, Form], own: WeightFile, moved: Mapping[str, WeightFile]):
+        super().__init__(forms)
+        self._own, self._moved = own, moved
+
+    def __getitem__(self, name: str) -> Held:
+        return self._moved.get(name, self._own).tensors[name]
+
+
+class _Made(_Lazy):
+    """Tensors of the file that patches make of another one."""
+
+    def __init__(self, forms: Mapping[str, Form], version: Version, base: Mapping[str, Held]):
+        super().__init__(forms)
+        self._version, self._base = version, base
+
+    def __getitem__(self, name: str) -> Held:
+        if name not in self._version.parts:
+            return self._base[name]
+        # The version of this tensor alone.
+        older = {} if self._version.is_whole or name not in self._base else {name: self._base[name]}
+        alone = self._version._replace(parts={name: self._version.parts[name]}, same_as={})
+        return assemble(alone, older, older, _new)[name]
 
 
 def _new(name: str, form: Form) -> tuple[Held, Held]:

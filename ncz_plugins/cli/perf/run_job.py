@@ -9,9 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
+from ..output import progress_bar
 from . import launch, rank
 from .job import Job
 from .request import Request
@@ -30,9 +28,7 @@ class Records:
     def __init__(self, title: str):
         self.results: list[dict[str, Any]] = []
         self.trace: dict[str, Any] | None = None
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-        silent = not sys.stderr.isatty()
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=silent)
+        self._progress = progress_bar()
         self._task = self._progress.add_task(title, total=1.0)
 
     def take(self, record: dict[str, Any]) -> None:

@@ -1,5 +1,9 @@
-"""`ncz patch`: files of safetensors in, patches out, and back."""
+"""`ncz patch`: files of safetensors or checkpoints in, patches out, and back."""
 
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +109,65 @@ def test_the_patches_of_all_ranks_make_a_file(versions):
     assert Path("made.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
 
 
+@pytest.fixture
+def checkpoints(versions, capsys):
+    """Folders v1, v2 and v3 with a checkpoint each; `all` is the folder of their versions."""
+    for number, source in enumerate(("old", "new", "old"), 1):
+        Path(f"v{number}").mkdir()
+        (Path(f"v{number}") / "model.safetensors").write_bytes(Path(f"{source}.safetensors").read_bytes())
+        (Path(f"v{number}") / "config.json").write_text("{}")
+    assert main(["patch", "make", "v1", "all"]) == 0
+    assert main(["patch", "make", "v2", "all", "--base", "v1"]) == 0
+
+
+def test_checkpoints_there_and_back(checkpoints, capsys):
+    shown = capsys.readouterr()
+    assert "all: version 1, 40." in shown.out and "all: version 2, " in shown.out and "times fewer" in shown.out
+    assert shown.err == ""  # no bar, as this is no terminal
+    assert main(["patch", "make", "v3", "all", "--whole-every", "2", "--keep", "1"]) == 0
+    assert main(["patch", "apply", "all", "made"]) == 0
+    assert Path("made/model.safetensors").read_bytes() == Path("v3/model.safetensors").read_bytes()
+    assert os.listdir("all") == ["00000003"]
+    assert "made: version 3" in capsys.readouterr().out
+
+
+def test_a_version_by_its_number_from_what_the_reader_holds(checkpoints, capsys):
+    assert main(["patch", "apply", "all", "made", "--version", "1"]) == 0
+    assert main(["patch", "apply", "all", "next", "--base", "made"]) == 0
+    for made, expected in (("made", "v1"), ("next", "v2")):
+        for name in ("model.safetensors", "config.json"):
+            assert (Path(made) / name).read_bytes() == (Path(expected) / name).read_bytes()
+
+
+def test_versions_are_shown_and_verified(checkpoints, capsys):
+    assert main(["patch", "apply", "all", "made"]) == 0
+    capsys.readouterr()
+    assert main(["patch", "show", "all"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1][:2] == ["1", "everything"] and rows[2][:4] == ["2", "changes", "of", "1"]
+    assert all(row[-1] == "complete" for row in rows[1:])
+    for folder, said in (("all", "all: 2 versions, 1 to 2: every file"), ("made", "made: version 2: every file")):
+        assert main(["patch", "verify", folder]) == 0
+        assert said in capsys.readouterr().out
+    weights = Path("all/00000001/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert main(["patch", "verify", "all"]) == 2
+    assert "all/00000001/model.safetensors: has another SHA-256" in capsys.readouterr().err
+    weights.unlink()
+    assert main(["patch", "show", "all"]) == 0
+    assert capsys.readouterr().out.count("all/00000001/model.safetensors: can't be read: No such file") == 2
+
+
+@pytest.mark.processes
+def test_a_terminal_shows_a_bar(checkpoints):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ncz_plugins", "patch", "apply", "all", "made"]
+    done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    os.close(theirs)
+    assert done.stdout == "made: version 2\n" and b"making" in os.read(ours, 1 << 16)
+    os.close(ours)
+
+
 MISTAKES = {
     "no such file": (["make", "none.safetensors", "p"], "error: none.safetensors: cannot be read"),
     "no safetensors": (["make", "text", "p"], "error: text: is cut off, or not a safetensors file"),
@@ -113,6 +176,12 @@ MISTAKES = {
     "no base": (["apply", "v2.patch", "out.safetensors"], "(--base names the version that it is for)"),
     "another base": (["apply", "v2.patch", "out.safetensors", "--base", "new.safetensors"], "the patch is for version"),
     "a folder": (["make", "new.safetensors", "."], "error: .: cannot be written: is a folder"),
+    "a folder without weights": (["make", "empty", "all"], "empty: has no .safetensors file"),
+    "a folder without versions": (["apply", "empty", "made"], "empty: holds no version yet"),
+    "nothing to verify": (["verify", "empty"], "empty: holds no version: publish_version, or `ncz patch make`"),
+    "nothing there": (["verify", "none"], "none: can't be read"),
+    "a folder and a patch": (["apply", "empty", "v2.patch", "made"], "empty is a folder of versions: give it alone"),
+    "no whole versions": (["make", ".", "all", "--whole-every", "0"], "--whole-every, --keep: whole_every must be 1"),
     "no name": (["apply", "v2.patch", "", "--base", "old.safetensors"], "cannot be written: is a folder"),
     "no folder": (["make", "new.safetensors", "none/p"], "none/p: cannot be written"),
 }
@@ -121,6 +190,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_named_and_leave_nothing(versions, capsys, tmp_path, arguments, message):
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "empty").mkdir()
     main(["patch", "make", "new.safetensors", "v2.patch", "--base", "old.safetensors"])
     before = {path.name for path in tmp_path.iterdir()}
     assert main(["patch", *arguments]) == 2

@@ -1,0 +1,137 @@
+"""Manifests of versions in folders, and the files that they name: read with care, as they may come from anywhere.
+
+docs/reference/patch-format.md describes all fields and rules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..core.config import first_problem
+from ..core.errors import FrameError, MismatchError, UnsupportedError
+
+MANIFEST = "version.json"
+WEIGHTS, INDEX, PATCH = ".safetensors", ".safetensors.index.json", ".patch"
+SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")  # of files that belong to a checkpoint
+_NUMBER = re.compile(r"\d{8}")
+AGAIN = "copy the folder again, or publish a whole version (whole_every=1)"  # the remedy of damage
+_MAX_JSON_BYTES = 64 << 20  # of a manifest or an index
+
+# A name in the directory itself: no separator, no `..`, nothing hidden, nothing that a shell reads as an option.
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,199}"
+_Name = Annotated[str, Field(pattern=f"^{NAME}$")]
+_Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+_Number = Annotated[int, Field(ge=1, lt=10**8)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Stored(_Strict):
+    """Size and content of a file."""
+
+    bytes: _Size
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Row(Stored):
+    """What a manifest says of one file of the checkpoint.
+
+    Attributes:
+        stored: `file`: beside the manifest. `base`: as in the base. `patch`: as changes from the base.
+        patch: the patch, beside the manifest.
+        moved: tensors that the patch takes from another file of the base: name of the tensor to name of the file.
+    """
+
+    stored: Literal["file", "base", "patch"]
+    patch: Stored | None = None
+    moved: dict[str, _Name] = {}
+
+
+class Manifest(_Strict):
+    """A version. `base` is the number of the version that it changes; None: it is whole."""
+
+    format: Literal[1]
+    version: _Number
+    base: _Number | None
+    files: dict[_Name, Row]
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """The numbers of the versions in a folder, sorted."""
+    try:
+        return sorted(int(each.name) for each in folder.iterdir() if _NUMBER.fullmatch(each.name))
+    except OSError as error:
+        raise UnsupportedError(f"{folder}: can't be read: {error.strerror}: name a folder of versions") from None
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises FrameError if the manifest of a version is missing or damaged."""
+    path = directory / MANIFEST
+    with open_stored(path) as file:
+        text = file.read(_MAX_JSON_BYTES + 1)
+    try:
+        if len(text) > _MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {_MAX_JSON_BYTES} bytes")
+        manifest = Manifest.model_validate_json(text)
+        for name, row in manifest.files.items():
+            needs_base = row.stored != "file"
+            if (row.patch is None) != (row.stored != "patch") or (needs_base and manifest.base is None):
+                raise ValueError(f"{name}: contradicts itself")
+        if manifest.base is not None and manifest.base >= manifest.version:
+            raise ValueError(f"version {manifest.version} can't be made of version {manifest.base}")
+    except (ValueError, RecursionError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise FrameError(f"{path}: is damaged or of another format: {problem}: {AGAIN}") from None
+    return manifest
+
+
+def json_of(manifest: Manifest) -> str:
+    """The text of `version.json`."""
+    return manifest.model_dump_json(exclude_defaults=True, indent=1) + "\n"
+
+
+def require_index(path: Path, files: Iterable[str]) -> None:
+    """Raise UnsupportedError if an index names files that the checkpoint lacks, such as files outside of its folder."""
+    try:
+        with path.open("rb") as file:
+            named = set(json.loads(file.read(_MAX_JSON_BYTES))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UnsupportedError(f"{path}: is no index of {WEIGHTS} files: save the checkpoint again") from None
+    if missing := sorted(map(ascii, named - set(files))):
+        raise UnsupportedError(f"{path}: names {missing[0]}, which the checkpoint lacks: save the checkpoint again")
+
+
+def open_stored(path: Path, stored: Stored | None = None) -> BinaryIO:
+    """Open a file of a version, through no symbolic link. Raises FrameError if it is missing or has another size."""
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            file = open(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory), "rb")
+        finally:
+            os.close(directory)
+    except OSError as error:
+        if not path.parent.exists():
+            raise MismatchError(f"{path.parent}: was removed while it was read: fetch the newest version") from None
+        raise FrameError(f"{path}: can't be read: {error.strerror}: {AGAIN}") from None
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or (stored is not None and found.st_size != stored.bytes):
+        file.close()
+        expected = "must be a regular file" if stored is None else f"must be a file of {stored.bytes} bytes"
+        raise FrameError(f"{path}: {expected}, and has {found.st_size}: {AGAIN}")
+    return file
+
+
+def require(path: Path, found: Stored, expected: Stored) -> None:
+    """Raise FrameError unless a file holds what it should."""
+    if (found.bytes, found.sha256) != (expected.bytes, expected.sha256):
+        raise FrameError(f"{path}: has another SHA-256 than the manifest says: {AGAIN}")
