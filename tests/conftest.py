@@ -12,6 +12,10 @@ import pytest
 # threads they wait for each other on busy cores, which takes a third more of the processor's time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Torch's store asks the DNS for the name of each address that it connects to. A server that loses one of several
+# questions at once would let a rank wait for 5 seconds, the resolver's time-out. Here that is 1 second, the least.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # What torch is about to drop may not be used: not by the package, nor by tests, nor by programs that tests start, such
 # as examples and those of the documentation. What packages do among themselves is theirs. For ranks,
 # tests/helpers/run_scenario.py has this.

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import leave, rank, world_size
+from on_rank import be_silent, leave, others_have_ended, rank, world_size
 from scenarios import report, run_ranks
 
 from ncz_plugins import Communicator
@@ -26,7 +26,7 @@ def end_in_a_call(case: str) -> dict:
     if last and case == "peer gone":
         os.kill(os.getpid(), signal.SIGKILL)
     if last and case == "peer silent":
-        time.sleep(22)  # longer than the others may need
+        be_silent(others_have_ended, SOON + 2)
         os._exit(0)
     communicator.all_reduce(tensor, async_op=case != "waited for")
     if case == "raises":

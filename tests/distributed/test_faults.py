@@ -8,7 +8,18 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import attempt, device, leave, leave_alone, rank, start, values, world_size
+from on_rank import (
+    attempt,
+    be_silent,
+    device,
+    leave,
+    leave_alone,
+    others_have_left_results,
+    rank,
+    start,
+    values,
+    world_size,
+)
 from scenarios import DEVICES, report, run_ranks
 
 import ncz_plugins.core.transport.handshake as handshake
@@ -246,7 +257,9 @@ def fall_silent_and_die_beside_plain_calls() -> None:
         if not last:
             outcomes[case] = failures(communicator, elements)
     if last:
-        time.sleep(4 * TIMEOUT)
+        be_silent(others_have_left_results, 4 * TIMEOUT)
+    else:
+        leave(outcomes)  # which the last rank waits for
     cases = {f"dead, {name}": (opened(LONG), elements) for name, elements in SIZES.items()}
     if last:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,13 +2,25 @@
 
 import os
 import signal
-import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import PATIENCE, attempt, leave_alone, raises, rank, same_on_all_ranks, start, values, world_size
+from on_rank import (
+    PATIENCE,
+    attempt,
+    be_silent,
+    leave,
+    leave_alone,
+    others_have_left_results,
+    raises,
+    rank,
+    same_on_all_ranks,
+    start,
+    values,
+    world_size,
+)
 from scenarios import ranks, report, run_ranks
 
 from ncz_plugins import Communicator, MismatchError, UnsupportedError
@@ -418,12 +430,14 @@ def lose_the_last_rank() -> None:
             communicator = opened[f"{case}, {collective}"] = Communicator(CONFIG | {"transport": transport})
             listed(communicator, collective)
     if rank == last:
-        time.sleep(2 * SILENT * len(CALLS))
+        be_silent(others_have_left_results, 2 * SILENT * len(CALLS))
         os.kill(os.getpid(), signal.SIGKILL)
     found = {}
     for case, communicator in opened.items():
         collective = case.rpartition(" ")[2]
         found[case] = [attempt(partial(listed, communicator, collective)) for _ in range(2)]
+        if case == f"silent, {CALLS[-1]}":
+            leave(found)  # which the last rank waits for
     leave_alone(found)
 
 

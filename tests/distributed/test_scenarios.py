@@ -70,7 +70,7 @@ def test_a_rank_that_dies_fails_what_it_did_not_end(tmp_path):
 
 
 def test_a_rank_that_hangs_is_killed_and_says_where_it_was(tmp_path):
-    of_two = batch(tmp_path, hangs_on_rank_1, passes, seconds=10)
+    of_two = batch(tmp_path, hangs_on_rank_1, passes, seconds=5)
     with pytest.raises(pytest.fail.Exception, match="rank 1 was still running(.|\n)*in hangs_on_rank_1"):
         of_two.check("0 hangs_on_rank_1")
     with pytest.raises(pytest.fail.Exception, match="did not end on rank 0(.|\n)*did not end on rank 1"):
@@ -104,5 +104,5 @@ def one_hangs() -> None:
 
 
 def test_a_scenario_that_hangs_is_ended(tmp_path):
-    with pytest.raises(AssertionError, match="not done within 8 s:(.|\n)*rank 1 was still running(.|\n)*in one_hangs"):
-        run_ranks(2, one_hangs, tmp_path, seconds=8)
+    with pytest.raises(AssertionError, match="not done within 5 s:(.|\n)*rank 1 was still running(.|\n)*in one_hangs"):
+        run_ranks(2, one_hangs, tmp_path, seconds=5)

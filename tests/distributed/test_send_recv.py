@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import attempt, leave, leave_alone, rank, values, world_size
+from on_rank import attempt, be_silent, leave_alone, others_have_ended, rank, values, world_size
 from scenarios import ranks, report, run_ranks
 
 from ncz_plugins import Communicator, MismatchError, NczError, PeerError, Training, UnsupportedError
@@ -590,11 +590,10 @@ def lose_a_peer(case: str) -> None:
     communicator = Communicator({"quantizer": ABS, "transport": {"min_bytes": 0, "timeout_seconds": seconds}})
     if case.endswith("later"):
         around(communicator, values(rank, 10))
-    leave({})
     if rank == 1:
         time.sleep(1)
         if case.startswith("silent"):
-            time.sleep(SOON)
+            be_silent(others_have_ended, SOON)
         os.kill(os.getpid(), signal.SIGKILL)
     found = attempt(lambda: communicator.recv(torch.empty(PRIME), 1))
     leave_alone(found)

@@ -36,11 +36,17 @@ STAGES = "--parallelism.pipeline_parallel_degree", "2", "--training.disable_cuda
 WITH_ACTIVATIONS = SMALL + "roles: [gradient, activation]\n"
 LLAMA = "--module", "train_torchtitan", "--config", "llama3_debugmodel", "--validator.no-enable"
 DEEPSEEK = "--module", "deepseek_v3", "--config", "deepseek_v3_debugmodel"
+# What torchtitan imports, but for its own modules, which are imported after `use_cpu`.
+OTHERS = "torch.distributed.pipelining.schedules,torch._inductor.lowering,torch.utils.tensorboard,spmd_types,tyro"
 HOW = {
     "launcher": "torch",
     "seconds": 250,
-    "imports": f"{IMPORTS},torch.distributed.pipelining.schedules,torch._inductor.lowering,spmd_types,tyro",
-    "environment": {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+    "imports": f"{IMPORTS},{OTHERS},datasets,scipy.io",
+    "environment": {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",  # what is imported once for several ranks may have no thread
+    },
 }
 
 
@@ -234,11 +240,10 @@ def test_tokens_of_experts_are_compressed_where_roles_list_activations(inputs):
     functional = "--parallelism.spmd_backend", "partial_dtensor"  # gloo has no all_to_all of uneven lists
     expected = by_backend(inputs, "gloo", "small", trained_experts, *functional)[0]["losses"]
     assert len(expected) == STEPS and expected[-1] < expected[0] - 0.5
-    for settings in ("small", "activations"):
-        for each in by_backend(inputs, "ncz", settings, trained_experts, *functional):
-            assert each["losses"] == pytest.approx(expected, rel=0.01) and each["losses"] != expected
-            plain_bytes, sent = each["counted"]["ep"]["activations"]
-            assert (0 < sent < plain_bytes / 2) if settings == "activations" else sent == 0
+    for each in by_backend(inputs, "ncz", "activations", trained_experts, *functional):
+        assert each["losses"] == pytest.approx(expected, rel=0.01) and each["losses"] != expected
+        plain_bytes, sent = each["counted"]["ep"]["activations"]
+        assert 0 < sent < plain_bytes / 2
 
 
 def test_messages_of_stages_are_compressed_where_roles_list_activations(inputs):

@@ -77,6 +77,28 @@ def leave_alone(result: object) -> None:
     os._exit(0)
 
 
+def others_have_left_results() -> bool:
+    """Whether each other rank has called `leave`, or has returned from its scenario."""
+    others = set(range(world_size)) - {rank}
+    return all((folder() / f"rank{other}.json").exists() for other in others)
+
+
+def others_have_ended() -> bool:
+    """Whether the process of each other rank has ended."""
+    try:
+        exits = json.loads((folder() / "exits.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # none has ended, or one is just written
+        return False
+    return all(when is not None for other, (_, when) in enumerate(exits) if other != rank)
+
+
+def be_silent(until: Callable[[], bool], seconds: float) -> None:
+    """Do nothing that a peer could notice until something has happened, or for `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not until() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 # ------------------------------------------------------------------ tests that share their processes
 
 
