@@ -43,14 +43,20 @@ README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FRAMEWORKS = "deepspeed", "horovod"
-IMPORTS = {name: f"ncz_plugins.{name}" for name in FRAMEWORKS} | {
-    "ddp": "ncz_plugins.torch.ddp",
-    "fsdp": "ncz_plugins.torch.fsdp",
-    "diloco": "ncz_plugins.torch.torchft",
-    "lightning": "ncz_plugins.torch.ddp,lightning",
-    "hugging-face": "ncz_plugins.torch.ddp,accelerate,transformers",
-    "megatron": "ncz_plugins.torch.backend",
-    "rl": "ncz_plugins,transformers",
+# What takes long to import is imported once for the programs of all pages that have the same here.
+WITH_TORCH = "ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo,torch.distributed.checkpoint"
+WITH_TORCH += ",torch.distributed.pipelining"
+WITH_DEEPSPEED = "ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer"
+WITH_TRANSFORMERS = "ncz_plugins.torch.ddp,accelerate,transformers.trainer,transformers.models.bert.modeling_bert"
+IMPORTS = {
+    "deepspeed": WITH_DEEPSPEED,
+    "weights": WITH_DEEPSPEED,
+    "horovod": "ncz_plugins.horovod,ncz_plugins.torch.ddp,horovod.torch,torch._dynamo",
+    "diloco": "ncz_plugins.torch.torchft,torchft.local_sgd",
+    "lightning": "ncz_plugins.torch.ddp,lightning,torch._dynamo",
+    "hugging-face": WITH_TRANSFORMERS,
+    "rl": WITH_TRANSFORMERS,
+    "megatron": "ncz_plugins.torch.backend,torch._dynamo",
 }
 REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
     "diloco": "torchft",
@@ -287,7 +293,11 @@ def test_python_compiles(page):
         compile(block.text, str(block), "exec")
 
 
-WITH_PROGRAMS = [page for page in PAGES if any(block.word == "ranks" for block in blocks(page))]
+def imports_of(page: Path) -> str:
+    return IMPORTS.get(page.stem, WITH_TORCH)
+
+
+WITH_PROGRAMS = sorted([page for page in PAGES if any(block.word == "ranks" for block in blocks(page))], key=imports_of)
 
 
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
@@ -303,8 +313,7 @@ def test_programs_run(page, tmp_path):
             lines += block.text.strip("\n").splitlines()
     program.write_text("\n".join(lines) + "\n")
     (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
-    imports = IMPORTS.get(page.stem, "ncz_plugins.core.communicator")
-    command = [sys.executable, str(FORKED_RANKS), imports, "torch", str(ranks), str(free_port()), str(program)]
+    command = [sys.executable, str(FORKED_RANKS), imports_of(page), "torch", str(ranks), str(free_port()), str(program)]
     process = forking.start(command, cwd=tmp_path, env=environment(), log=(log := tmp_path / "output.log"))
     try:
         status = process.wait(PROGRAM_SECONDS)

@@ -19,8 +19,8 @@ ONE_TEST = "tests/unit/core/test_errors.py"
 ARGUMENTS = {
     "setup": [],
     "demo": ["ARGS=--steps 4 --output {}"],
-    "quick": ["ARGS=-k test_imports"],
-    "test": [f"ARGS={ONE_TEST}"],
+    "quick": ["ARGS=-n 0 -k test_errors"],  # in one process: each would import all tests
+    "test": [f"ARGS=-n 0 {ONE_TEST}"],
     "coverage": [f"ARGS={ONE_TEST}", "COVERAGE={}"],
     "lint": [],
     "bench": ["ARGS=--megabytes 1 --repeats 1"],
