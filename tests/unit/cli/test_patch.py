@@ -109,6 +109,51 @@ def test_the_patches_of_all_ranks_make_a_file(versions):
     assert Path("made.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
 
 
+ANONYMOUS = """
+import sys, threading
+from pathlib import Path
+from ncz_plugins.cli.main import main
+
+def anonymous():
+    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
+
+def watch():
+    global peak
+    while not ended.wait(0.002):
+        peak = max(peak, anonymous())
+
+main(["patch", "make", "old.safetensors", "small.patch"])  # loads the kernels
+before = peak = anonymous()
+ended = threading.Event()
+watching = threading.Thread(target=watch)
+watching.start()
+status = main(sys.argv[1:])
+ended.set()
+watching.join()
+print(peak - before)
+sys.exit(status)
+"""
+
+
+@pytest.mark.processes
+def test_files_take_memory_for_a_few_tensors_besides_their_mapping(versions, tmp_path):
+    state = {f"{number}": torch.full((1 << 22,), number, dtype=torch.bfloat16) for number in range(32)}
+    save_file(state, "old-large.safetensors")
+    for tensor in state.values():
+        tensor[::100] += 1
+    save_file(state, "new-large.safetensors")
+    nbytes = Path("new-large.safetensors").stat().st_size
+    for command in (
+        ["make", "new-large.safetensors", "large.patch", "--base", "old-large.safetensors"],
+        ["apply", "large.patch", "made.safetensors", "--base", "old-large.safetensors"],
+    ):
+        run = [sys.executable, "-c", ANONYMOUS, "patch", *command]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout.splitlines()[-1]) < nbytes / 2, command
+    assert Path("made.safetensors").read_bytes() == Path("new-large.safetensors").read_bytes()
+
+
 @pytest.fixture
 def checkpoints(versions, capsys):
     """Folders v1, v2 and v3 with a checkpoint each; `all` is the folder of their versions."""
