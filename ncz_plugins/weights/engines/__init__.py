@@ -3,6 +3,7 @@
 - `checkpoint.py`: the weights that an engine loaded last, in host memory.
 - `vllm_plugin.py`: tells vLLM about the next one, without importing it.
 - `vllm.py`: a weight transfer engine of vLLM.
+- `verl.py`: a checkpoint engine of verl.
 
 Nothing here is imported before its engine is. See docs/guides/rl.md.
 """

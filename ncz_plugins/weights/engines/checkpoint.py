@@ -25,6 +25,11 @@ class CheckpointCopy:
         self.weights = dict(weights or {})
         self._versions: tuple[int, ...] | None = None  # identities of the version; None: not known
 
+    @property
+    def identity(self) -> int | None:
+        """The identity of the version, if one rank published it. None: not known."""
+        return self._versions[0] if self._versions is not None and len(self._versions) == 1 else None
+
     def apply(self, patches: Sequence[bytes]) -> None:
         """Apply the patches of all ranks that published a version.
 
