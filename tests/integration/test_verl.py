@@ -4,13 +4,14 @@ verl pins transformers to older versions than the other tests need, so it is not
 installs. Run this file where `pip install verl` has been.
 """
 
+import asyncio
 import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 
 import pytest
-from on_rank import folder
+from on_rank import attempt, folder, leave_alone, rank, start
 from scenarios import on_ranks
 
 pytestmark = [
@@ -140,3 +141,31 @@ def test_every_rollout_has_every_version_and_later_ones_take_few_bytes(actors, r
             assert whole < found["ncz/bytes_sent"] < 1.6 * whole
         elif version:
             assert found["ncz/bytes_sent"] < 0.3 * whole
+
+
+def lose(dies: int) -> None:
+    """An update in which one of two workers dies after both have connected."""
+    import torch
+    import torch.distributed as dist
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.import_utils import import_external_libs
+
+    start()
+    import_external_libs(MODULE)
+    engine = CheckpointEngineRegistry.new("ncz", bucket_size=0, is_master=rank == 0, timeout=30)
+    found = [None, None]
+    dist.all_gather_object(found, engine.prepare())
+    both = engine.build_topology(1, 1, found)
+    engine.init_process_group(**{name: values[0] for name, values in both[rank].items()})
+    dist.barrier()
+    if rank == dies:
+        os._exit(0)
+    if rank == 0:
+        leave_alone(attempt(lambda: asyncio.run(engine.send_weights(iter([("w", torch.ones(9))])))))
+    leave_alone(attempt(lambda: asyncio.run(anext(engine.receive_weights()))))
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_dead_worker_is_an_error(dies, tmp_path):
+    failed = on_ranks(2, lose, tmp_path, dies, imports="scenarios", seconds=200)[1 - dies]
+    assert failed["error"] == "PeerError" and failed["seconds"] < 60, failed
