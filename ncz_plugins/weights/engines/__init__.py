@@ -4,6 +4,7 @@
 - `vllm_plugin.py`: tells vLLM about the next one, without importing it.
 - `vllm.py`: a weight transfer engine of vLLM.
 - `verl.py`: a checkpoint engine of verl.
+- `sglang.py`: a weight loader of SGLang.
 
 Nothing here is imported before its engine is. See docs/guides/rl.md.
 """
