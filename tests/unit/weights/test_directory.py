@@ -616,7 +616,7 @@ def test_a_checkpoint_that_is_not_complete_is_not_published(published):
 # ------------------------------------------------------------------ memory
 
 MEMORY = """
-import sys
+import sys, torch
 from pathlib import Path
 from ncz_plugins import fetch_version, publish_version
 
@@ -630,6 +630,7 @@ def peak(call, *arguments, **named):
     call(*arguments, **named)
     return memory("VmHWM") - before
 
+torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 publish_version(folder / "versions", folder / "step-1")
 print(peak(publish_version, folder / "versions", folder / "step-2", folder / "step-1"))
