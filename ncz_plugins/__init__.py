@@ -37,6 +37,7 @@ from .core.errors import (
     NczError,
     OutOfMemoryError,
     PartlyAppliedError,
+    PatchKeyError,
     PeerError,
     UnsupportedError,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "OutOfMemoryError",
     "ParameterSlice",
     "PartlyAppliedError",
+    "PatchKeyError",
     "PeerError",
     "StagedPatch",
     "TensorPart",

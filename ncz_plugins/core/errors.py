@@ -38,6 +38,14 @@ class FrameError(NczError):
     """
 
 
+class PatchKeyError(FrameError, ValueError):
+    """Patch of weights whose keyed checksum is not that of the key, or key on one side only. A kind of FrameError.
+
+    Nothing of the patch was read. Remedy: give the publisher and all readers the same key. If they have the same one,
+    somebody changed the patch: get it again.
+    """
+
+
 class MismatchError(NczError, RuntimeError):
     """Ranks that disagree on the configuration, the version, the order of calls, a size or a dtype.
 

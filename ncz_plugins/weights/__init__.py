@@ -3,6 +3,7 @@
 - `boxes.py`: parts of tensors, and how they are cut into frames.
 - `tensors.py`: what a rank holds of each tensor of a state dict, and the names of dtypes.
 - `index.py`: the head of a patch and the list of its tensors, checked before anything is decoded.
+- `keys.py`: keyed checksums of patches.
 - `threads.py`: work on frames in threads.
 - `make.py`: makes a patch of what a rank holds.
 - `apply.py`: reads the patches of all ranks; makes a new version, or writes it into existing tensors.

@@ -22,6 +22,7 @@ from ..kernels.format import DamagedFrame
 from ..kernels.updates import decode_update, max_update_bytes
 from .boxes import Box, frames_of
 from .index import Contents, FileHeader, read_head
+from .keys import without_tag
 from .make import digest_of, identity_of
 from .tensors import Form, Held, TensorPart, are_on_host, flat, held_in, new_tensor
 from .threads import in_order
@@ -31,7 +32,9 @@ _ZLIB = 0x78  # first byte of what zlib packed; that of an update is 4E
 _Made = TypeVar("_Made", Tensor, Held)
 
 
-def apply_patch(patch: bytes | Sequence[bytes], base: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def apply_patch(
+    patch: bytes | Sequence[bytes], base: Mapping[str, Tensor] | None = None, key: bytes | None = None
+) -> dict[str, Tensor]:
     """Apply a patch to `base`. Returns the new version, whole tensors in host memory; `base` stays as it is.
 
     A tensor that has not changed is not copied: the new version has the tensor object of `base`. Tensors that shared
@@ -41,11 +44,13 @@ def apply_patch(patch: bytes | Sequence[bytes], base: Mapping[str, Tensor] | Non
         patch: what `make_patch` returned, as bytes or any other object that holds bytes: a bytearray, a memoryview, a
             numpy array, a uint8 tensor in host memory. If several ranks published the version: the patches of all.
         base: the version that the patch was made for. Not needed for a patch that holds a whole version.
+        key: of the publisher. The keyed checksum of every patch is compared before anything else is read. None: patches
+            have none.
 
-    Raises FrameError if a patch is damaged or is not a patch, and MismatchError if `base` is not the version that the
-    patch was made for, or if the patch of a rank is missing.
+    Raises PatchKeyError if the key is not that of a patch, FrameError if a patch is damaged or is not a patch, and
+    MismatchError if `base` is not the version that the patch was made for, or if the patch of a rank is missing.
     """
-    version = read_patches(patch)
+    version = read_patches(patch, key)
     base = None if version.is_whole else base
     held = {} if base is None else held_in(base, "base")
     for name, each in held.items():
@@ -70,6 +75,7 @@ def stage_patch(
     weights: Mapping[str, Tensor | TensorPart],
     decoded: bool = False,
     versions: Sequence[int] | None = None,
+    key: bytes | None = None,
 ) -> StagedPatch:
     """Check a patch against `weights`, so that `StagedPatch.apply` can write the new version into them.
 
@@ -84,12 +90,15 @@ def stage_patch(
         decoded: keep the new values in host memory. Then `apply` only copies them.
         versions: what `weights` hold: `StagedPatch.versions` of the patch that was written into them last. None: the
             caller knows that no patch was missed.
+        key: see `apply_patch`.
 
-    Raises FrameError and MismatchError as `apply_patch` does, and MismatchError if a tensor's dtype or shape is not
-    that of the new version, or if the new version lacks it. A frame of which `weights` hold a part is checked for
-    damage, but not whether its base is right.
+    Without `decoded`, the bytes of the patch must stay as they are until it is applied.
+
+    Raises PatchKeyError, FrameError and MismatchError as `apply_patch` does, and MismatchError if a tensor's dtype or
+    shape is not that of the new version, or if the new version lacks it. A frame of which `weights` hold a part is
+    checked for damage, but not whether its base is right.
     """
-    version = read_patches(patch)
+    version = read_patches(patch, key)
     if versions is not None:
         _require_versions(version, versions)
     targets = _targets_of(version, held_in(weights, "weights", to_write=True))
@@ -189,10 +198,10 @@ class Version(NamedTuple):
         return self.contents[0].file
 
 
-def read_patches(patch: bytes | Sequence[bytes]) -> Version:
-    """Read the patches of all ranks, without decoding a frame. Raises FrameError and MismatchError."""
+def read_patches(patch: bytes | Sequence[bytes], key: bytes | None = None) -> Version:
+    """Read the patches of all ranks, without decoding a frame. Raises PatchKeyError, FrameError and MismatchError."""
     patches = patch if isinstance(patch, (list, tuple)) else [patch]
-    read = sorted((read_patch(each) for each in patches), key=lambda each: each[0].rank)
+    read = sorted((read_patch(each, key) for each in patches), key=lambda each: each[0].rank)
     found, [ranks, *others] = [contents.rank for contents, _ in read], {contents.ranks for contents, _ in read} or [0]
     if others or len(found) != ranks or found != list(range(len(found))):
         raise MismatchError(
@@ -212,9 +221,9 @@ def read_patches(patch: bytes | Sequence[bytes]) -> Version:
     )
 
 
-def read_patch(patch: bytes) -> tuple[Contents, dict[str, Source]]:
-    """The index of one patch, and the parts that it has frames of. Raises FrameError."""
-    patch = _bytes_of(patch)
+def read_patch(patch: bytes, key: bytes | None = None) -> tuple[Contents, dict[str, Source]]:
+    """The index of one patch, and the parts that it has frames of. Raises PatchKeyError and FrameError."""
+    patch = without_tag(_bytes_of(patch), key)
     contents, start = read_head(patch)
     # The frames lie one behind the other, without gaps, up to the end.
     rest = patch[start:]
@@ -289,9 +298,9 @@ def require_base(version: Version, held: Mapping[str, Held] | None) -> None:
     )
 
 
-def require_no_base(patch: bytes | Sequence[bytes], why: str) -> None:
+def require_no_base(patch: bytes | Sequence[bytes], key: bytes | None, why: str) -> None:
     """Raise MismatchError, which says why, unless patches hold a whole version."""
-    if not read_patches(patch).is_whole:
+    if not read_patches(patch, key).is_whole:
         raise MismatchError(f"{why}, and the patch holds changes: ask for a whole version")
 
 

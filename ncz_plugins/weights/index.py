@@ -19,6 +19,7 @@ from .boxes import Box, frame_count, frames_of
 from .tensors import MAX_DIMENSIONS, NARROWER, Form, Held
 
 _MAGIC, _FORMAT = 0x505A434E, 3  # "NCZP", little endian
+FORMAT_WITH_TAG = 4  # the same, followed by a keyed checksum, see keys.py
 _HEAD = struct.Struct("<IIII")  # magic, format, bytes of the index, CRC-32 of the index
 
 # Limits that keep a small patch from asking for a lot of memory.
@@ -116,28 +117,35 @@ class Contents(_Strict):
 # ------------------------------------------------------------------ writing and reading
 
 
-def write_head(contents: Contents) -> bytes:
-    """The head and the index of a patch."""
+def write_head(contents: Contents, has_tag: bool = False) -> bytes:
+    """The head and the index of a patch. `has_tag`: whether a keyed checksum will follow the frames."""
     text = contents.model_dump_json(exclude_defaults=True).encode()
     index = zlib.compress(text)
     # Readers refuse an index that was compressed further than this. Names of one letter repeated can do that.
     if len(text) > _max_index_bytes(index):
         index = zlib.compress(text, 0)
-    return _HEAD.pack(_MAGIC, _FORMAT, len(index), zlib.crc32(index)) + index
+    return _HEAD.pack(_MAGIC, FORMAT_WITH_TAG if has_tag else _FORMAT, len(index), zlib.crc32(index)) + index
+
+
+def format_of(patch: memoryview) -> int:
+    """The format that a patch's head names. Raises FrameError if this is not a patch, or has another format."""
+    if len(patch) < _HEAD.size:
+        raise FrameError(f"{len(patch)} bytes are too few for a patch")
+    magic, version, *_ = _HEAD.unpack_from(patch)
+    if magic != _MAGIC:
+        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a patch")
+    if version not in (_FORMAT, FORMAT_WITH_TAG):
+        raise FrameError(f"the patch has format {version}; this build reads formats {_FORMAT} and {FORMAT_WITH_TAG}")
+    return version
 
 
 def read_head(patch: memoryview) -> tuple[Contents, int]:
-    """The index of a patch, and the offset of its first frame.
+    """The index of a patch, which may lack its keyed checksum, and the offset of its first frame.
 
     Raises FrameError for a head or an index that is damaged or contradicts itself.
     """
-    if len(patch) < _HEAD.size:
-        raise FrameError(f"{len(patch)} bytes are too few for a patch")
-    magic, version, size, checksum = _HEAD.unpack_from(patch)
-    if magic != _MAGIC:
-        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a patch")
-    if version != _FORMAT:
-        raise FrameError(f"the patch has format {version}; this build reads format {_FORMAT}")
+    format_of(patch)
+    *_, size, checksum = _HEAD.unpack_from(patch)
     index = patch[_HEAD.size : _HEAD.size + size]
     if len(index) != size or zlib.crc32(index) != checksum:
         raise FrameError("the head of the patch is damaged: the checksum of its index is wrong")

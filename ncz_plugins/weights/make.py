@@ -28,6 +28,7 @@ from ..kernels.scratch import Scratch
 from ..kernels.updates import encode_update, max_update_bytes
 from .boxes import Box, frame_count, frames_of
 from .index import Contents, Entry, FileHeader, write_head
+from .keys import require_key, tag_of
 from .tensors import NARROWER, Held, TensorPart, are_on_host, is_sharded, published_in
 from .threads import in_order
 
@@ -44,6 +45,7 @@ def make_patch(
     new: Mapping[str, Tensor | TensorPart],
     base: Mapping[str, Tensor | TensorPart] | None = None,
     group: dist.ProcessGroup | None = None,
+    key: bytes | None = None,
 ) -> bytes:
     """Make the patch that turns `base` into `new`, to the bit. Without `base`, the patch holds all of `new`.
 
@@ -58,13 +60,15 @@ def make_patch(
             changes; it takes no bytes if it has not changed.
         group: the ranks that make patches of one version together. None: all ranks if there are DTensors or
             `TensorPart`s, else this rank alone.
+        key: 16 bytes or more, which readers have, too. The patch ends with a keyed checksum (HMAC-SHA256) of all of
+            it, for places that others can write to.
 
-    Raises UnsupportedError, saying what to do, for anything but a mapping of names to dense tensors, and for quantized
-    tensors.
+    Raises PatchKeyError for a key that is too short, and UnsupportedError, saying what to do, for anything but a
+    mapping of names to dense tensors, and for quantized tensors.
     """
     published = published_in(new, "new")
     rank, ranks = rank_among(new, group)
-    return make_patch_of(published, None if base is None else published_in(base, "base"), rank, ranks)
+    return make_patch_of(published, None if base is None else published_in(base, "base"), rank, ranks, key=key)
 
 
 def rank_among(state: Mapping[str, Tensor | TensorPart], group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -118,20 +122,28 @@ def make_patch_of(
     rank: int = 0,
     ranks: int = 1,
     file: FileHeader | None = None,
+    key: bytes | None = None,
 ) -> bytes:
     """`make_patch` of what this rank holds.
 
     Args:
         rank, ranks: a version that `ranks` ranks publish together is all of their patches.
         file: header of the safetensors file that `new` was read from.
+        key: see `make_patch`.
     """
-    return patch_between(Snapshot.of(new), None if base is None else Snapshot.of(base), rank, ranks, file)
+    return patch_between(Snapshot.of(new), None if base is None else Snapshot.of(base), rank, ranks, file, key)
 
 
 def patch_between(
-    new: Snapshot, base: Snapshot | None, rank: int = 0, ranks: int = 1, file: FileHeader | None = None
+    new: Snapshot,
+    base: Snapshot | None,
+    rank: int = 0,
+    ranks: int = 1,
+    file: FileHeader | None = None,
+    key: bytes | None = None,
 ) -> bytes:
     """`make_patch_of` versions whose checksums are known."""
+    require_key(key)
     older = {} if base is None else {name: base.held[name] for name in new.held if _is_in(name, new, base)}
     same_as = _tied(new.held, older)
 
@@ -175,7 +187,8 @@ def patch_between(
         gone=tuple(name for name in (() if base is None else base.held) if name not in new.held),
         file=file,
     )
-    return b"".join([write_head(contents), *(frame for name in entries for frame in coded.get(name, ()))])
+    parts = [write_head(contents, key is not None), *(frame for name in entries for frame in coded.get(name, ()))]
+    return b"".join(parts if key is None else [*parts, tag_of(parts, key)])
 
 
 def _is_in(name: str, new: Snapshot, base: Snapshot) -> bool:

@@ -17,6 +17,7 @@ from ..core.errors import MismatchError, UnsupportedError
 from ..core.transport.base import peer_errors
 from ..core.transport.groups import require_group
 from .apply import apply_patch, require_no_base
+from .keys import require_key
 from .make import Snapshot, identity_of, patch_between, rank_among
 from .tensors import Held, TensorPart, held_copy, held_in, is_sharded, published_in
 
@@ -39,6 +40,7 @@ class WeightPublisher:
         group: see `make_patch`.
         base: what workers begin with, such as the checkpoint that a training begins with. It is kept like a version,
             so that their first patch holds changes.
+        key: see `make_patch`.
 
     Attributes:
         version: how many versions were published.
@@ -49,11 +51,13 @@ class WeightPublisher:
         keep: int = 2,
         group: dist.ProcessGroup | None = None,
         base: Mapping[str, Tensor | TensorPart] | None = None,
+        key: bytes | None = None,
     ):
+        require_key(key)
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep must be an integer, 1 or more, got {keep!r}: the newest version is always kept")
         self.version = 0
-        self._keep, self._group = keep, group
+        self._keep, self._group, self._key = keep, group, key
         self._place = 0, 1  # number of this rank, and of ranks that publish together
         self._kept: dict[int, Snapshot] = {}  # versions by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
@@ -99,7 +103,7 @@ class WeightPublisher:
         base = base if base in self._kept else None
         if base not in self._made:
             older = None if base is None else self._kept[base]
-            self._made[base] = patch_between(self._kept[self.identity], older, *self._place)
+            self._made[base] = patch_between(self._kept[self.identity], older, *self._place, key=self._key)
         return self._made[base]
 
 
@@ -109,13 +113,16 @@ class WeightSubscriber:
     Args:
         base: what this worker begins with, such as a checkpoint from its disk. Its first patch holds changes if the
             publisher keeps that version, and all weights otherwise.
+        key: of the publisher, see `apply_patch`.
 
     Attributes:
         weights: tensors by name, in host memory; empty before the first patch. Tensors that share memory at the
             trainer are one tensor here. May be set to another version that the publisher keeps.
     """
 
-    def __init__(self, base: Mapping[str, Tensor] | None = None):
+    def __init__(self, base: Mapping[str, Tensor] | None = None, key: bytes | None = None):
+        require_key(key)
+        self._key = key
         self.weights: dict[str, Tensor] = {} if base is None else dict(base)
         self._made: tuple[dict[str, Tensor], int | None] | None = None  # by patches of several ranks, and identity
 
@@ -134,16 +141,16 @@ class WeightSubscriber:
     def apply(self, patch: bytes | Sequence[bytes]) -> dict[str, Tensor]:
         """Apply a patch, or those of all ranks that published a version. Returns the new weights.
 
-        Raises FrameError if the patch is damaged, and MismatchError if it is for another version than `weights` as
-        they are now, also because they were changed in place. `weights` stay as they were: get a patch for their
-        present `identity`, or a whole version.
+        Raises PatchKeyError if its key is another one, FrameError if the patch is damaged, and MismatchError if it is
+        for another version than `weights` as they are now, also because they were changed in place. `weights` stay as
+        they were: get a patch for their present `identity`, or a whole version.
         """
         # Patches of several ranks name what each rank held: only this worker knows what they made.
         is_of_several = isinstance(patch, (list, tuple)) and len(patch) > 1
         base = self.weights or None
         if is_of_several and self._made is not None and self._made[0] is base and self.identity != self._made[1]:
-            require_no_base(patch, "the weights were changed in place since the last patch")
-        self.weights = apply_patch(patch, base)
+            require_no_base(patch, self._key, "the weights were changed in place since the last patch")
+        self.weights = apply_patch(patch, base, self._key)
         self._made = (self.weights, self.identity) if is_of_several else None
         return self.weights
 

@@ -3,6 +3,7 @@
 It shows what a reader takes, and that those two pages suffice. It is slow, and trusts what it reads.
 """
 
+import hmac
 import json
 import math
 import zlib
@@ -18,10 +19,11 @@ PAIRS = {"complex32": "F16", "C64": "F32", "complex128": "F64"}
 INTEGERS = {"I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 
 
-def read(patches: list[bytes], base: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def read(patches: list[bytes], base: dict[str, np.ndarray], key: bytes = b"") -> dict[str, np.ndarray]:
     """The version that the patches of all ranks make: unsigned integers by name, in the shapes that frames have."""
     made, same = dict(base), {}
     for patch in patches:
+        assert patch[4] == 3 or hmac.compare_digest(hmac.digest(key, patch[:-32], "sha256"), patch[-32:])
         size = int.from_bytes(patch[8:12], "little")
         index, at = json.loads(zlib.decompress(patch[16 : 16 + size])), 16 + size
         for entry in index["tensors"]:

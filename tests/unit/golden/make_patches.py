@@ -3,8 +3,9 @@
     python tests/unit/golden/make_patches.py
 
 It holds two versions of some tensors ("old/NAME", "new/NAME"; unsigned integers in the shapes that frames have), and
-the patches of two ranks, of which each holds half of most tensors: "whole-RANK" and "changes-RANK". Run it again only
-together with a new format in docs/reference/patch-format.md. The numbers come from a formula.
+the patches of two ranks, of which each holds half of most tensors: "whole-RANK", "changes-RANK", and "keyed-RANK",
+which are changes with a keyed checksum (format 4). Run it again only together with a new format in
+docs/reference/patch-format.md. The numbers come from a formula.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ncz_plugins.weights.make import make_patch_of
 from ncz_plugins.weights.tensors import Held, TensorPart, held_in
 
 ROWS, COLUMNS = 42, 60
+KEY = b"the key of golden patches"
 FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 INTEGERS = {"i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64}
 
@@ -64,8 +66,8 @@ def main() -> None:
         arrays |= {f"{label}/{name}": unsigned(held) for name, held in held_in(state, label).items()}
     for rank in range(2):
         old, new = (held_in({name: part(x, rank) for name, x in state.items()}, "state") for state in versions())
-        for kind, base in (("whole", None), ("changes", old)):
-            arrays[f"{kind}-{rank}"] = np.frombuffer(make_patch_of(new, base, rank, 2), np.uint8)
+        for kind, base, key in (("whole", None, None), ("changes", old, None), ("keyed", old, KEY)):
+            arrays[f"{kind}-{rank}"] = np.frombuffer(make_patch_of(new, base, rank, 2, key=key), np.uint8)
     np.savez_compressed(FOLDER / "patches.npz", **arrays)
 
 

@@ -9,9 +9,10 @@ import torch
 from repository import GOLDEN
 
 from ncz_plugins import apply_patch, make_patch, stage_patch
-from ncz_plugins.weights.apply import read_patches
+from ncz_plugins.weights.apply import read_patch, read_patches
 from ncz_plugins.weights.tensors import held_in
 
+KEY = b"the key of golden patches"  # in make_patches.py
 ARRAYS = dict(np.load(GOLDEN / "patches.npz"))
 OLD, NEW = (
     {name.removeprefix(f"{label}/"): x for name, x in ARRAYS.items() if name.startswith(f"{label}/")}
@@ -65,6 +66,15 @@ def test_golden_patches_are_read():
     kept = {name: x for name, x in old.items() if name not in ("shape", "gone")}
     stage_patch(patches("changes"), kept).apply()
     assert same(unsigned(kept), {name: NEW[name] for name in kept})
+
+
+def test_golden_patches_with_a_keyed_checksum_are_read():
+    keyed = patches("keyed")
+    listed = [read_patch(each, KEY)[0] for each in keyed]
+    assert listed == [read_patch(each)[0] for each in patches("changes")]
+    assert same(plain_reader.read(keyed, OLD, KEY), NEW)
+    with pytest.raises(AssertionError):
+        plain_reader.read(keyed, OLD, KEY[1:])
 
 
 def test_golden_patches_are_read_in_plain_numpy():
