@@ -156,7 +156,10 @@ class RansEncoder {
         uint8_t tokens[RANS_PAGE];
         uint32_t all = tokens_of(symbols, n, tokens);
         uint8_t page[PAGE_BYTES];
-        int64_t masks = masks_of(n), differing = split(tokens, n, page);
+        int64_t masks = masks_of(n), differing;
+        // A guess by the page before: whether to look for octets without a differing symbol, four at a time.
+        differing = differing_before_ < n / 32 ? split<true>(tokens, n, page) : split<false>(tokens, n, page);
+        differing_before_ = differing;
         mask_counts_.add(page, masks);
         token_counts_.add(page + masks, differing);
         int64_t p = kept_.added();
@@ -191,13 +194,29 @@ class RansEncoder {
   private:
     static constexpr int64_t PAGE_BYTES = RANS_PAGE_MASKS + RANS_PAGE + SLACK;  // what `split` writes at most
 
+    static bool are_modes(const uint8_t* four_octets, uint64_t modes) {
+        uint64_t differ = 0;
+        for (int k = 0; k < 4; ++k) differ |= load64(four_octets + k * OCTET) ^ modes;
+        return !differ;
+    }
+
     // Splits the tokens of a page into masks and, behind them, those that differ from the mode; gives how many these
     // are. Fills up the last octet with the mode.
+    template <bool few_differ>
     int split(uint8_t* tokens, int n, uint8_t* page) const {
         for (int i = n; i % OCTET; ++i) tokens[i] = uint8_t(mode_);
         uint8_t *next_mask = page, *differing = page + masks_of(n), *next = differing;
+        uint64_t modes = mode_ * ONES;
         for (int i = 0; i < n; i += OCTET) {
-            uint64_t octet = load64(tokens + i), differs = octet ^ mode_ * ONES;
+            if (few_differ) {
+                while (i + 4 * OCTET <= n && are_modes(tokens + i, modes)) {
+                    memset(next_mask, 0, 4);
+                    next_mask += 4;
+                    i += 4 * OCTET;
+                }
+                if (i >= n) break;
+            }
+            uint64_t octet = load64(tokens + i), differs = octet ^ modes;
             uint64_t chosen = (((differs & 0x7f * ONES) + 0x7f * ONES) | differs) >> 7 & ONES;
             *next_mask++ = uint8_t(chosen * 0x0102040810204080u >> 56);  // the ones as bits
             store64(next, compact_bytes(octet, chosen));
@@ -219,7 +238,7 @@ class RansEncoder {
             auto symbols = kept_.symbols<uint32_t>(p);
             tokens_of(symbols, n, tokens);
             page = again;
-            split(tokens, n, again);
+            split<false>(tokens, n, again);
             extra_bytes = write_extra_bits(symbols, n, extra);
         }
 
@@ -274,6 +293,7 @@ class RansEncoder {
 
     KeptSymbols<UNIT>& kept_;
     uint32_t mode_;
+    int64_t differing_before_ = RANS_PAGE;  // in the page before
     ByteCounts mask_counts_, token_counts_;
 };
 
@@ -283,6 +303,7 @@ class RansEncoder {
 struct RansSlots {
     uint32_t of[RANS_WHOLE];
     bool is_empty;
+    bool is_steady;  // whether value 0 is so frequent that states hardly ever take a word
 
     void fill(const Frequencies& frequencies) {
         uint32_t* slot = of;
@@ -290,6 +311,7 @@ struct RansSlots {
             for (uint32_t i = 0; i < frequencies.of[v]; ++i)
                 *slot++ = (frequencies.of[v] - 1u) << 20 | i << 8 | v;
         is_empty = slot == of;
+        is_steady = frequencies.of[0] >= RANS_WHOLE / 16 * 15;
     }
 };
 
@@ -340,10 +362,14 @@ class RansDecoder {
 
         uint8_t masks[RANS_PAGE_MASKS], tokens[RANS_PAGE + SLACK];
         if (mask_slots_.is_empty) return false;
-        take(mask_slots_, octets, states, at, masks);
+        if (mask_slots_.is_steady)
+            take_steadily(mask_slots_, octets, states, at, masks);
+        else
+            take(mask_slots_, octets, states, at, masks);
         if (n % OCTET && masks[octets - 1] >> n % OCTET) return false;
-        int differ = 0;
-        for (int i = 0; i < octets; ++i) differ += int(bytes_of_mask(masks[i]) * ONES >> 56);
+        int differ = 0, i = 0;
+        for (; i + OCTET <= octets; i += OCTET) differ += __builtin_popcountll(load64(masks + i));
+        for (; i < octets; ++i) differ += __builtin_popcount(masks[i]);
         if (differ && token_slots_.is_empty) return false;
         take(token_slots_, differ, states, at, tokens);
         if (at != extra) return false;
@@ -406,13 +432,57 @@ class RansDecoder {
         at = bytes + taken / 8;
     }
 
+    // The same where few states take words: with a branch that is foretold.
+    void take_steadily(const RansSlots& slots, int n, uint32_t (&states)[RANS_LANES], int64_t& at,
+                       uint8_t* values) const {
+        auto step = [&slots](uint32_t state, uint8_t& value) {
+            uint32_t slot = slots.of[state % RANS_WHOLE], whole = state / RANS_WHOLE;
+            value = uint8_t(slot);
+            return whole * (slot >> 20) + whole + (slot >> 8) % RANS_WHOLE;
+        };
+        auto refill = [this, &at](uint32_t& state) {
+            if (state >= RANS_LOWEST) return;
+            state = state << 16 | (uint32_t(load_at(at)) & 0xffff);
+            at += 2;
+        };
+        uint32_t x0 = states[0], x1 = states[1], x2 = states[2], x3 = states[3];
+        int i = 0;
+        for (; i + RANS_LANES <= n; i += RANS_LANES) {
+            x0 = step(x0, values[i]);
+            x1 = step(x1, values[i + 1]);
+            x2 = step(x2, values[i + 2]);
+            x3 = step(x3, values[i + 3]);
+            if (__builtin_expect((x0 < RANS_LOWEST) | (x1 < RANS_LOWEST) | (x2 < RANS_LOWEST) | (x3 < RANS_LOWEST), 0))
+                refill(x0), refill(x1), refill(x2), refill(x3);
+        }
+        states[0] = x0, states[1] = x1, states[2] = x2, states[3] = x3;
+        for (; i < n; ++i) {
+            states[i % RANS_LANES] = step(states[i % RANS_LANES], values[i]);
+            refill(states[i % RANS_LANES]);
+        }
+    }
+
     // The mode where the masks have 0, the tokens one by one where they have 1.
-    void expand(const uint8_t* masks, int octets, const uint8_t* tokens, uint8_t* out) const {
+    template <bool is_steady>
+    void expand_as(const uint8_t* masks, int octets, const uint8_t* tokens, uint8_t* out) const {
         for (int i = 0; i < octets; ++i) {
+            // Where few symbols differ, eight octets at a time.
+            if (is_steady) {
+                while (i + OCTET <= octets && !load64(masks + i)) {
+                    memset(out + OCTET * i, int(mode_), OCTET * OCTET);
+                    i += OCTET;
+                }
+                if (i == octets) break;
+            }
             uint64_t chosen = bytes_of_mask(masks[i]);
             store64(out + OCTET * i, expand_bytes(load64(tokens), chosen) | (ONES - chosen) * mode_);
             tokens += chosen * ONES >> 56;
         }
+    }
+
+    void expand(const uint8_t* masks, int octets, const uint8_t* tokens, uint8_t* out) const {
+        mask_slots_.is_steady ? expand_as<true>(masks, octets, tokens, out)
+                              : expand_as<false>(masks, octets, tokens, out);
     }
 
     // Tokens to symbols; `n` is a multiple of OCTET. False unless the extra bits fill `extra_bytes`.
@@ -420,7 +490,11 @@ class RansDecoder {
         int64_t bit = 0;
         for (int i = 0; i < n; i += OCTET) {
             if (!has_extra_bits(load64(tokens + i))) {
-                for (int k = i; k < i + OCTET; ++k) symbols[k] = tokens[k];
+                uint8_t octet[OCTET];
+                uint32_t wide[OCTET];  // of its own memory, or compilers don't vectorize the conversion
+                memcpy(octet, tokens + i, sizeof octet);
+                for (int k = 0; k < OCTET; ++k) wide[k] = octet[k];
+                memcpy(symbols + i, wide, sizeof wide);
                 continue;
             }
             for (int k = i; k < i + OCTET; ++k) {

@@ -122,6 +122,21 @@ def test_small_moves_take_few_bits(backend, dtype):
     assert 8 * encoded(backend, base, base).numel() < 0.3 * base.numel()
 
 
+@pytest.mark.parametrize("share", [0, 1e-4, 1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("farthest", [1, 3000])
+def test_rare_moves_are_those_of_the_reference(backend, share, farthest):
+    """By RANS, in pages with and without changes, near ones and far ones."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(70_005, generator=generator).to(torch.bfloat16)
+    x = torch.where(torch.rand(70_005, generator=generator) < share, moved(base, farthest), base)
+    x[16384 : 2 * 16384] = base[16384 : 2 * 16384]
+    frame = encoded(backend, x, base, Coding(Coder.RANS, Predictor.NONE))
+    assert torch.equal(frame, encoded(REFERENCE, x, base, Coding(Coder.RANS, Predictor.NONE)))
+    out = torch.empty_like(x)
+    decode_update(backend, frame, base, out)
+    assert torch.equal(bits(out), bits(x))
+
+
 def test_what_moved_far_is_sent_as_it_is(backend):
     base = torch.zeros(1 << 16, dtype=torch.bfloat16)
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
