@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..core.errors import ConfigError, FrameError, MismatchError, UnsupportedError
+from ..core.errors import ConfigError, FrameError, MismatchError, PatchKeyError, UnsupportedError
 from ..core.whole_files import write_whole
 from .output import add_row, list_commands, progress_bar, size, table, unbroken_console
 
@@ -51,6 +51,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     show = actions.add_parser("show", help="list what is in a patch, or the versions in a folder")
     show.add_argument("patch", help="what `ncz patch make` wrote")
     show.set_defaults(run=_show)
+    for action in (make, apply, show):
+        action.add_argument(
+            "--key-file",
+            metavar="FILE",
+            help="secret of 16 bytes or more: the patch has a keyed checksum of all of it. Not for folders of versions",
+        )
     verify = actions.add_parser("verify", help="read all files of a folder of versions, or of a checkpoint out of one")
     verify.add_argument("folder", help="what `ncz patch make` or `apply` wrote")
     verify.set_defaults(run=_verify)
@@ -62,10 +68,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _make(options: argparse.Namespace) -> None:
     if os.path.isdir(options.new):
         return _publish(options)
+    key = _key(options)
     from ..weights.files import make_file_patch
 
     new = _read(options.new)
-    patch = make_file_patch(new, None if options.base is None else _read(options.base))
+    patch = make_file_patch(new, None if options.base is None else _read(options.base), key)
     with _writing(options.patch):
         write_whole(options.patch, patch)
     whole = sum(form.total_bytes for form in new.forms.values())
@@ -76,12 +83,13 @@ def _make(options: argparse.Namespace) -> None:
 def _apply(options: argparse.Namespace) -> None:
     if os.path.isdir(options.patch[0]):
         return _fetch(options)
+    key = _key(options)
     from ..weights.apply import read_patches
     from ..weights.files import FileBytes, apply_file_patch, require_base_file
 
     base, patches = None if options.base is None else _read(options.base), [_mapped(each) for each in options.patch]
     with _writing(options.new), _naming(", ".join(options.patch)):
-        version = read_patches(patches)
+        version = read_patches(patches, key)
         require_base_file(version, base)
         made = apply_file_patch(version, base)
         write_whole(options.new, FileBytes(made))
@@ -91,11 +99,12 @@ def _apply(options: argparse.Namespace) -> None:
 def _show(options: argparse.Namespace) -> None:
     if os.path.isdir(options.patch):
         return _list(options)
+    key = _key(options)
     from ..weights.apply import read_patch
 
     patch = _mapped(options.patch)
     with _naming(options.patch):
-        contents, _ = read_patch(patch)
+        contents, _ = read_patch(patch, key)
     base = (
         "holds everything"
         if contents.base is None
@@ -118,6 +127,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _publish(options: argparse.Namespace) -> None:
+    _require_no_key(options, options.patch)
     from ..weights.directory import list_versions, publish_version
 
     try:
@@ -134,6 +144,7 @@ def _publish(options: argparse.Namespace) -> None:
 
 
 def _fetch(options: argparse.Namespace) -> None:
+    _require_no_key(options, options.patch[0])
     from ..weights.directory import fetch_version
 
     if len(options.patch) > 1:
@@ -144,6 +155,7 @@ def _fetch(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
+    _require_no_key(options, options.patch)
     from ..weights.directory import list_versions
 
     found = table("version", "holds", "bytes", "of", "state", numbers=["version", "bytes", "of"], gap=2)
@@ -162,6 +174,11 @@ def _verify(options: argparse.Namespace) -> None:
         numbers = verify_versions(options.folder, progress)
     named = f"version {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} versions, {numbers[0]} to {numbers[-1]}"
     unbroken_console().print(Text(f"{options.folder}: {named}: every file is what its manifest says"))
+
+
+def _require_no_key(options: argparse.Namespace, folder: str) -> None:
+    if options.key_file is not None:
+        raise UnsupportedError(f"{folder}: patches in folders of versions have no keyed checksum: leave --key-file out")
 
 
 @contextmanager
@@ -186,6 +203,18 @@ def _read(file: str) -> WeightFile:
         raise UnsupportedError(f"{file}: {error}") from None
 
 
+def _key(options: argparse.Namespace) -> bytes | None:
+    """The key in --key-file."""
+    if options.key_file is None:
+        return None
+    from ..weights.keys import require_key
+
+    key = bytes(_mapped(options.key_file))
+    with _naming(options.key_file):
+        require_key(key)
+    return key
+
+
 def _mapped(file: str) -> mmap | bytes:
     """The bytes of a file; `-` is standard input."""
     from ..weights.files import mapped
@@ -204,6 +233,8 @@ def _naming(patch: str) -> Iterator[None]:
         yield
     except MismatchError as error:
         raise MismatchError(f"{patch}: {error} (--base names the version that it is for)") from None
+    except PatchKeyError as error:
+        raise PatchKeyError(f"{patch}: {error} (--key-file)") from None
     except (FrameError, UnsupportedError) as error:
         raise type(error)(f"{patch}: {error}") from None
 

@@ -132,7 +132,7 @@ def _bytes_of(held: Held) -> memoryview:
 # ------------------------------------------------------------------ patches of files
 
 
-def make_file_patch(new: WeightFile, base: WeightFile | None = None) -> bytes:
+def make_file_patch(new: WeightFile, base: WeightFile | None = None, key: bytes | None = None) -> bytes:
     """Make the patch that turns the file `base` into `new`, byte by byte. Without `base`, it holds all of `new`."""
     text = {"text": new.header}
     if base is not None and base.header == new.header:
@@ -141,7 +141,7 @@ def make_file_patch(new: WeightFile, base: WeightFile | None = None) -> bytes:
         text = {"metadata": metadata}
     file = FileHeader(checksum=_checksum(new.header), **text)
     older = None if base is None else dict(base.tensors)
-    return make_patch_of(_with_memory(new.tensors), older, file=file)
+    return make_patch_of(_with_memory(new.tensors), older, file=file, key=key)
 
 
 def apply_file_patch(version: Version, base: WeightFile | None = None) -> WeightFile:

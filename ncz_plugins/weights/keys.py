@@ -38,9 +38,7 @@ def without_tag(patch: memoryview, key: bytes | None) -> memoryview:
     require_key(key)
     has_tag = format_of(patch) == FORMAT_WITH_TAG
     if has_tag and key is None:
-        raise PatchKeyError(
-            "the patch has a keyed checksum, and no key was given: pass the publisher's key"
-        )
+        raise PatchKeyError("the patch has a keyed checksum, and no key was given: pass the publisher's key")
     if key is not None and not has_tag:
         raise PatchKeyError(
             "a key was given, and the patch has no keyed checksum: publish with the same key, or pass no key if nobody "

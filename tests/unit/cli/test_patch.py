@@ -55,6 +55,33 @@ def test_files_come_out_byte_by_byte(versions):
     assert Path("latest.safetensors").read_bytes() == Path("newest.safetensors").read_bytes()
 
 
+def test_patches_with_a_key(versions, capsys):
+    """Are made, applied and shown with the same key alone; errors name the option."""
+    Path("key").write_bytes(bytes(range(32)))
+    Path("other").write_bytes(bytes(32))
+    Path("short").write_bytes(b"short\n")
+    base = ["--base", "old.safetensors"]
+    assert main(["patch", "make", "new.safetensors", "v2.patch", *base, "--key-file", "key"]) == 0
+    assert main(["patch", "apply", "v2.patch", "made.safetensors", *base, "--key-file", "key"]) == 0
+    assert Path("made.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+    assert main(["patch", "show", "v2.patch", "--key-file", "key"]) == 0
+    capsys.readouterr()
+    for given, says in (
+        ([], "v2.patch: the patch has a keyed checksum"),
+        (["--key-file", "other"], "v2.patch: the keyed checksum of the patch is not that of this key"),
+        (["--key-file", "short"], "short: key must be 16 bytes or more, got 6"),
+        (["--key-file", "none"], "none: cannot be read"),
+    ):
+        for command in (["apply", "v2.patch", "other.safetensors", *base], ["show", "v2.patch"]):
+            assert main(["patch", *command, *given]) == 2
+            error = " ".join(capsys.readouterr().err.split())
+            assert says in error and ("--key-file" in error or given[1:] == ["none"]), error
+    assert not Path("other.safetensors").exists()
+    Path("folder").mkdir()
+    assert main(["patch", "show", "folder", "--key-file", "key"]) == 2
+    assert "leave --key-file out" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_patch_of_a_state_dict_makes_a_file(versions):
     Path("v2.patch").write_bytes(make_patch(versions | {"tied": versions["a.weight"]}))
     assert main(["patch", "apply", "v2.patch", "made.safetensors"]) == 0
