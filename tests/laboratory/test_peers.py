@@ -44,7 +44,7 @@ PER_RANK = {"hivemind", "hivemind-quantile"}  # adds to the exact values of each
 PARTS = {"reduce_scatter", "scatter", "all_to_all"}  # of which each rank passes a part for each rank
 TO_ROOT = {"reduce", "gather"}  # of which rank 0 alone gets a result
 DIFFER_BY_RANK = PARTS | TO_ROOT | {"sendrecv"}
-LARGE = -4  # runs from here on are of tensors that everyone compresses
+LARGE = -2  # runs from here on are of tensors that everyone compresses
 
 
 def absent(name: str) -> str | None:
@@ -54,7 +54,8 @@ def absent(name: str) -> str | None:
 RANKS = 3  # an odd number; what `ncz perf` does with two is in tests/distributed/test_perf.py
 
 
-SIZES = (1, 2, 7, 1009, 100_003, 1_200_007)  # in the last one, hivemind's segments have several parts
+SIZES = (1, 2, 7, 1009, 100_003)
+IN_PARTS = 1_200_007  # hivemind's segments have several parts
 
 
 @cache
@@ -87,10 +88,11 @@ def exact(collective: str, numel: int, seed: int) -> tuple[torch.Tensor, torch.T
 
 def check(name: str, collective: str, context: Context) -> dict:
     """All sizes of one peer; the second run of each has other values, and no new buffers."""
+    sizes = [*SIZES, IN_PARTS] if name.startswith("hivemind") else SIZES
     runs = []
     with CONTENDERS[name].open(context) as exchange:
         assert exchange.details() == {} or name == "ncz"
-        for size in SIZES:
+        for size in sizes:
             numel = size * world_size if collective in PARTS else size
             for seed in (1, 2):
                 everyone = held(numel, seed)
@@ -161,7 +163,7 @@ def test_every_result_is_as_exact_as_the_peer_can_be(ranks, name):
         # Rank 0 alone gets a result, or keeps its own part as it is.
         for found in ranks[:1] if collective in TO_ROOT else ranks[1:] if collective == "scatter" else ranks:
             errors = [error for error, _ in found[collective][name]["runs"]]
-            assert len(errors) == 12
+            assert len(errors) in (10, 12)
             assert max(errors) <= most, (collective, errors)
             assert min(errors[LARGE:]) >= least, (collective, errors)
 
@@ -192,12 +194,12 @@ def test_ours_tells_what_it_did_and_the_others_nothing(ranks):
         received = [found[collective]["ncz"]["details"] for found in ranks]
         times = 2 if collective == "sendrecv" else 1  # a send and a recv are two calls
         for details in received:
-            assert details["calls"] == 12 * times and details["compressed_calls"] == 4 * times
+            assert details["calls"] == 10 * times and details["compressed_calls"] == 2 * times
             assert details["bypasses"] == {"too small": 8 * times}
         assert sum(details["plain_bytes"] for details in received) > 3 * sum(
             details["wire_bytes"] for details in received
         )
-        assert sum(sum(details["coders"].values()) for details in received) > 4
+        assert sum(sum(details["coders"].values()) for details in received) >= 2  # a frame of each call
         assert all(
             found[collective][name]["details"] == {} for found in ranks for name in found[collective] if name != "ncz"
         )
