@@ -24,7 +24,7 @@ json_numbers      numbers that JSON can hold
 codec/      tensors to frames and back
 config/     settings, and how they are read
 runtime/    threads, streams, devices and counters
-schedules/  ring and direct exchange
+schedules/  ring, direct and halving exchange
 training/   state from step to step: policies, error feedback, guard, records, checkpoints
 transport/  connections between ranks
 tuning/     measurement of link and coders, and the tuning file

@@ -101,7 +101,7 @@ class Group:
 
     @property
     def schedule(self) -> str:
-        """The schedule of frames: ring or direct."""
+        """The schedule of frames: ring, direct or halving."""
         name = self.config.transport.schedule
         if name != "auto":
             return name

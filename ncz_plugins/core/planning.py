@@ -13,14 +13,15 @@ from .call import Call, Plan
 from .codec.fixed_rate import equal_rows
 from .codec.layout import Layout, Window
 from .config import Config
+from .errors import UnsupportedError
 from .group import Group
-from .schedules import direct, fixed_rate, ring
+from .schedules import direct, fixed_rate, halving, ring
 from .schedules.exchange import exchange, exchange_at_once
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.policy import named
 
-_SCHEDULES = {"ring": ring, "direct": direct, "fixed rate": fixed_rate}
+_SCHEDULES = {"ring": ring, "direct": direct, "halving": halving, "fixed rate": fixed_rate}
 # Below this size the cost of a second frame exceeds what overlapping coding and transfer saves.
 _MAX_WHOLE_BYTES = 256 << 10
 
@@ -46,6 +47,27 @@ def adds_up_whole(tensor: Tensor, world_size: int, config: Config, on_gpu: bool 
     Codes are the same in any layout. On a GPU each frame takes an operation of NCCL, so there the fewest are best.
     """
     return world_size == 2 and config.quantizer.kind != "lossless" and (on_gpu or tensor.nbytes <= _MAX_WHOLE_BYTES)
+
+
+def segments_of_sum(
+    tensor: Tensor, schedule: str, exchanging: int, shares: int, config: Config, on_gpu: bool = False
+) -> int:
+    """Segments that a tensor is cut into when all ranks get its sum, or one does. Codes are the same in any.
+
+    Args:
+        schedule: "ring", "direct" or "halving".
+        exchanging: number of ranks that exchange frames: all of them, or one of each node.
+        shares: parts of the tensor that are summed apart: one for each rank of a node, or 1.
+    """
+    of_share = exchanging
+    if config.quantizer.bits is None:  # else the tensor has rows of equal length, one for each rank
+        if schedule == "direct" and shares == 1 and adds_up_whole(tensor, exchanging, config, on_gpu):
+            of_share = 1
+        if schedule == "halving":
+            of_share = halving.segments_for(tensor.numel() // shares, exchanging)
+        if schedule == "halving" and shares == 1:  # leave out those that would be empty
+            of_share = max(1, sum(map(bool, layout_of_sum(tensor, of_share, config, on_gpu).lengths)))
+    return shares * of_share
 
 
 def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bool = False) -> Layout:
@@ -94,9 +116,9 @@ def _sum(group: Group, call: Call) -> Plan:
     """Of an all_reduce, a reduce or a reduce_scatter_single."""
     n, schedule = group.world_size, _schedule_of(group, call)
     if call.collective != "reduce_scatter_single":
-        may_be_whole = schedule is direct and group.nodes is None
-        whole = may_be_whole and adds_up_whole(call.input, n, call.config, group.on_gpu)
-        layout = layout_of_sum(call.input, 1 if whole else n, call.config, group.on_gpu)
+        exchanging, shares = (group.nodes.count, group.nodes.size) if group.nodes else (n, 1)
+        segments = segments_of_sum(call.input, group.schedule, exchanging, shares, call.config, group.on_gpu)
+        layout = layout_of_sum(call.input, segments, call.config, group.on_gpu)
         move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
         output = _flat(call.output)
     else:
@@ -128,6 +150,11 @@ def _schedule_of(group: Group, call: Call):
         return _SCHEDULES["fixed rate"]
     if call.baseline is not None and group.nodes is not None:
         return ring  # in which each part enters a node once
+    if group.schedule == "halving" and group.on_gpu:
+        raise UnsupportedError(
+            f"{call.collective}: transport.schedule: halving moves tensors in host memory only, and this one is on a "
+            "GPU; set transport.schedule to auto, direct or ring"
+        )
     return _SCHEDULES[group.schedule]
 
 

@@ -13,7 +13,7 @@ single tensors, with Horovod's signatures.
     process_set.py  reduction of buckets over one process set, on its thread
     fusion.py       several tensors in one call
     transport.py    frames and plain collectives over Horovod's operations
-    connections.py  our own connections, for the ring schedule and for GPUs
+    connections.py  our own connections, for the schedules ring and halving and for GPUs
     gpu_streams.py  CUDA streams beside the program's
     gathering.py    exchange of small values other than tensors
     elastic.py      an NCZ in hvd.elastic.TorchState

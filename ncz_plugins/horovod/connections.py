@@ -1,4 +1,4 @@
-"""Connections of our own beside Horovod's, for the ring schedule and for tensors on GPUs.
+"""Connections of our own beside Horovod's, for the schedules ring and halving and for tensors on GPUs.
 
 The ranks of a process set find each other through Horovod. They connect by gloo and, once a tensor is on a GPU, by
 NCCL. So a Horovod that was built without CUDA serves GPUs as well.

@@ -142,7 +142,7 @@ class ProcessSetReducer:
             bypass: a reason to reduce them uncompressed; None: decide here.
         """
         signature, flat = tensors[0].signature, flattened(tensors)
-        by_horovod = job.owner.compressor.config.transport.schedule != "ring" and not flat.is_cuda
+        by_horovod = job.owner.compressor.config.transport.schedule in ("auto", "direct") and not flat.is_cuda
         group = self._group(job, by_horovod, flat.is_cuda)
         call = Call(
             "all_reduce",

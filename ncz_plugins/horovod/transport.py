@@ -2,7 +2,7 @@
 
 Process sets, elastic training and the timeline keep working. Horovod has no messages between two ranks, and the direct
 schedule does without: frames to all peers are collected until the schedule waits for a frame from a peer. Then one
-`alltoall` with uneven splits carries all of them. connections.py opens our own connections for the ring schedule.
+`alltoall` with uneven splits carries all of them. connections.py opens our own connections for other schedules.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class HorovodTransport(Transport):
         if any(to != source for to, source in peers):
             raise UnsupportedError(
                 "Horovod carries frames of the direct schedule only, between pairs of ranks; set "
-                "transport.schedule to ring, which opens connections of its own"
+                "transport.schedule to ring or halving, which open connections of their own"
             )
         return [HorovodStream(self, peer, frame_capacity, counters) for peer, _ in peers]
 

@@ -35,6 +35,12 @@ def test_every_collective(group, schedule):
         collectives(group, {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": 0, "hierarchy": HIERARCHY})
 
 
+@ranks(1, 2, 3, 4, 5)
+def test_every_collective_by_halving(group):
+    for hierarchy in sorted({"off", HIERARCHY}, key=str):
+        collectives(group, {"schedule": "halving", "frame_bytes": FRAMES[0], "min_bytes": 0, "hierarchy": hierarchy})
+
+
 def collectives(group, transport: dict) -> None:
     digests = []  # of what all ranks should have alike
 

@@ -161,6 +161,36 @@ def check_broken(outcome, kinds: set[str]) -> None:
     assert second["error"] == first["error"] and second["seconds"] < 1, second
 
 
+def misbehave_while_halving() -> None:
+    """The same in a schedule in which each rank hears from few others."""
+    start()
+    groups = {n: dist.new_group(list(range(n))) for n in (4, 3)}
+    processes: list[int] = [None] * world_size
+    dist.all_gather_object(processes, os.getpid())
+    for case, misbehave in {"damaged": damage, "out of memory": fail}.items():
+        broken(case, groups[4], settings(LONG, schedule="halving"), misbehave)
+        dist.barrier()
+    broken("stopped", groups[4], settings(SECONDS, schedule="halving"), stop)
+    if rank == 0:
+        os.kill(processes[3], signal.SIGKILL)
+    broken("killed", groups[3], settings(LONG, schedule="halving"), die)
+    leave_alone(outcomes)
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory):
+    return run_ranks(4, misbehave_while_halving, tmp_path_factory.mktemp("halving"), seconds=240)
+
+
+@pytest.mark.parametrize(("case", "size"), [("damaged", 4), ("out of memory", 4), ("stopped", 4), ("killed", 3)])
+def test_all_ranks_hear_of_what_happens_while_halving(case, size, halved):
+    others = outcomes_of(case, halved, range(size - 1))
+    for outcome in others:
+        check_broken(outcome, {"FrameError", "PeerError"} if case == "damaged" else {"PeerError"})
+    if case == "damaged":
+        assert "FrameError" in [outcome[0]["error"] for outcome in others]
+
+
 def test_all_ends(finished):
     assert [f.returncode for f in finished] == [0, *[-signal.SIGKILL] * 3], report(finished)
 

@@ -31,14 +31,27 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@ranks(1, 2, 3, 4, gpu=True)
-@pytest.mark.parametrize("schedule", ["ring", "direct"])
-@pytest.mark.parametrize(
+QUANTIZERS = pytest.mark.parametrize(
     "quantizer",
     [ABS, {"kind": "stochastic", "mode": "rms", "value": 0.5}, {"kind": "lossless"}, {"mode": "bits", "value": 4}],
     ids=["abs", "rms", "lossless", "bits"],
 )
+
+
+@ranks(1, 2, 3, 4, gpu=True)
+@pytest.mark.parametrize("schedule", ["ring", "direct"])
+@QUANTIZERS
 def test_the_root_gets_the_bits_of_an_all_reduce(group, schedule, quantizer):
+    roots_get_the_bits_of_an_all_reduce(group, schedule, quantizer)
+
+
+@ranks(3, 4)
+@QUANTIZERS
+def test_so_it_does_by_halving(group, quantizer):
+    roots_get_the_bits_of_an_all_reduce(group, "halving", quantizer)
+
+
+def roots_get_the_bits_of_an_all_reduce(group, schedule: str, quantizer: dict) -> None:
     for frame_bytes, dtypes in (("16KiB", DTYPES), ("1MiB", DTYPES[:1])):
         transport = {"schedule": schedule, "frame_bytes": frame_bytes, "min_bytes": 0, "hierarchy": HIERARCHY}
         config = {"quantizer": quantizer, "transport": transport}
@@ -108,7 +121,7 @@ def test_what_goes_plain_is_exact_and_counted(group):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("schedule", ["ring", "direct"])
+@pytest.mark.parametrize("schedule", ["ring", "direct", "halving"])
 def test_only_the_root_gets_sums(group, schedule):
     """Fewer bytes than an all_reduce, and over two ranks none from the root but what ranks agree on."""
     config = {"quantizer": {"mode": "rms", "value": 0.5}, "transport": {"min_bytes": 0, "schedule": schedule}}

@@ -43,7 +43,7 @@ class FrameSum(NamedTuple):
 
     Attributes:
         segment, index: the frame's segment, and its number in that segment.
-        frames: frames of other ranks to add; empty: this rank's values alone. If there are several, they are one of
+        frames: frames of other ranks to add; empty: this rank's values alone. In the schedule `direct` they are one of
             each other rank, beginning with the rank after this one.
     """
 
@@ -291,7 +291,7 @@ class QuantizingCodec(TensorCodec):
 class LosslessCodec(TensorCodec):
     """Codec that keeps every bit.
 
-    It adds floats as a plain collective does: several frames in rank order, a single one when it comes.
+    It adds floats as a plain collective does: one frame of each other rank in rank order, a single one when it comes.
 
     With a `base`, it sends only what has changed since a version that all ranks hold. The output holds that version,
     and decoding overwrites it with the new values.
@@ -334,8 +334,9 @@ class LosslessCodec(TensorCodec):
 
     def _add(self, segment: int, frames: list[Tensor], own: Tensor) -> Tensor:
         """Add `own` and the values in `frames`. Half types are added in float32 and rounded once."""
-        # Only the owner of a segment adds several frames. Its rank is the segment's number, so `before` is the first
-        # of `frames` that comes from a lower rank. For a single frame the order makes no difference.
+        # With one frame of each other rank, this is the owner of the segment. Its rank is the segment's number, so
+        # `before` is the first of `frames` that comes from a lower rank. For other frames any order does, as one rank
+        # alone adds them.
         before = max(0, len(frames) - segment)
         total = None
         for frame in [*frames[before:], None, *frames[:before]]:

@@ -189,10 +189,11 @@ class EntropyConfig(Section):
 class TransportConfig(Section):
     """How frames travel between the ranks."""
 
-    schedule: Literal["auto", "ring", "direct"] = Field(
+    schedule: Literal["auto", "ring", "direct", "halving"] = Field(
         default="auto",
-        description="ring: each rank talks to its neighbours. direct: to all. Same bits, except sums with kind "
-        "lossless. auto: as measured by tuning, else direct up to 8 ranks, ring above.",
+        description="ring: each rank talks to its neighbours. direct: to all. halving: to one at each distance, for "
+        "many ranks with CPU tensors. Same bits, except sums with kind lossless. auto: as measured by tuning, else "
+        "direct up to 8 ranks, ring above.",
     )
     frame_bytes: OptionalFrameBytes = Field(
         default=None,

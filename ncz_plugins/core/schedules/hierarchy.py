@@ -51,7 +51,7 @@ def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
 
 
 def _all_reduce(plan: Plan, nodes: Nodes) -> Plan:
-    shares = _shares(nodes)
+    shares = _shares(plan, nodes)
     own = shares[nodes.local_rank]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
@@ -72,7 +72,7 @@ def _all_reduce(plan: Plan, nodes: Nodes) -> Plan:
 
 def _reduce(plan: Plan, nodes: Nodes, root_rank: int) -> Plan:
     """Reduce: shares of the sum go to the root's node, and there to the root."""
-    summed, own = _all_reduce(plan, nodes), _shares(nodes)[nodes.local_rank]
+    summed, own = _all_reduce(plan, nodes), _shares(plan, nodes)[nodes.local_rank]
     root = _node_of(root_rank, nodes)
     is_root = nodes.ranks[nodes.node][nodes.local_rank] == root_rank
 
@@ -85,7 +85,7 @@ def _reduce(plan: Plan, nodes: Nodes, root_rank: int) -> Plan:
         if codec.bypass or nodes.node != root:
             return
         if is_root:
-            shares = zip(nodes.ranks[root], _shares(nodes))
+            shares = zip(nodes.ranks[root], _shares(plan, nodes))
             receives = [(rank, plan.output[plan.layout.elements(each)]) for rank, each in shares if rank != root_rank]
             exchange_in_node(nodes, transport, [], receives, counters)
         else:
@@ -99,7 +99,7 @@ def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
 
     So each rank ends with its own segment.
     """
-    own = _shares(nodes)[nodes.local_rank]
+    own = _shares(plan, nodes)[nodes.local_rank]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
         by_rank = plan.source.data.view(nodes.count * nodes.size, -1)
@@ -124,7 +124,7 @@ def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
 
 def _all_gather(plan: Plan, nodes: Nodes) -> Plan:
     """All-gather with the shares of `_reduce_scatter`."""
-    own = _shares(nodes)[nodes.local_rank]
+    own = _shares(plan, nodes)[nodes.local_rank]
     segment = own[nodes.node]
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
@@ -176,9 +176,10 @@ def _broadcast(plan: Plan, nodes: Nodes, root_rank: int, block: int) -> Plan:
     return replace(plan, layout=layout, measured=measured, within_node=within_node, schedule=schedule)
 
 
-def _shares(nodes: Nodes) -> list[range]:
-    """The segments in the share of each local rank: one for each node."""
-    return [range(i * nodes.count, (i + 1) * nodes.count) for i in range(nodes.size)]
+def _shares(plan: Plan, nodes: Nodes) -> list[range]:
+    """The segments in the share of each local rank: usually one for each node."""
+    segments = len(plan.layout.lengths) // nodes.size
+    return [range(i * segments, (i + 1) * segments) for i in range(nodes.size)]
 
 
 def _with_local_rank(nodes: Nodes, local_rank: int) -> list[int]:
@@ -233,7 +234,7 @@ def _sum_in_node(
     Args:
         addend: takes a local rank. Returns this rank's values of that rank's share; may reuse memory in each call.
     """
-    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_shares(nodes)[nodes.local_rank])
+    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_shares(plan, nodes)[nodes.local_rank])
     count = elements.stop - elements.start
     total = _buffer("sum", plan.source.data, count)
     for turn, (to, source) in enumerate(_partners(nodes)):

@@ -52,7 +52,7 @@ class SpeedComparison(Section):
 class Trial(Section):
     """Seconds of a compressed all-reduce of `nbytes` with one schedule and frame size: median as in SpeedComparison."""
 
-    schedule: Literal["ring", "direct"]
+    schedule: Literal["ring", "direct", "halving"]
     frame_bytes: FrameBytes
     nbytes: Count
     seconds: Seconds
@@ -63,7 +63,7 @@ class Tuning(Section):
 
     format: Literal[1]
     world_size: Annotated[Integer, Field(ge=2), Allowed("an integer, 2 or more")]
-    schedule: Literal["ring", "direct"]
+    schedule: Literal["ring", "direct", "halving"]
     frame_bytes: FrameBytes
     min_bytes: MinBytes
     link_gbps: Annotated[Number, Field(ge=1e-3, le=1e4), Allowed("a number from 0.001 to 10000")]

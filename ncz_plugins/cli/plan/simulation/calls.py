@@ -11,7 +11,8 @@ from ....core.bypass import by_size
 from ....core.codec.layout import Layout
 from ....core.codec.quantize import measured_bytes
 from ....core.config import Config
-from ....core.planning import adds_up_whole, layout_of_parts, layout_of_sum
+from ....core.errors import UnsupportedError
+from ....core.planning import layout_of_parts, layout_of_sum, segments_of_sum
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, ring
 from ....core.schedules.choice import schedule_for
@@ -123,6 +124,8 @@ def compressed(
         config: must be resolved.
         itemsize: bytes of a value.
         ratio, ratio_ranks: see `sizes_for`.
+
+    Raises UnsupportedError for a schedule that can't be simulated.
     """
     if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu", group.ranks):
         return plain(group, collective, nbytes, itemsize)
@@ -135,19 +138,20 @@ def compressed(
     counters = Counters()
     name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
     name = schedule_for(fleet.world_size) if name == "auto" else name
+    if name not in _SCHEDULES:  # one rank can't stand for all: some have no segment, and wait for others
+        raise UnsupportedError(f"transport.schedule: {name} can't be simulated yet; set auto, ring or direct")
     # How the tensor is cut into segments and frames.
-    segments = group.ranks if hierarchical else fleet.world_size
     on_gpu, dtype = group.costs.kind == "gpu", torch.float32 if itemsize == 4 else torch.bfloat16
     tensor = torch.empty(nbytes // itemsize, dtype=dtype, device="meta")
-    may_be_whole = collective == "all_reduce" and name == "direct" and not hierarchical and not config.quantizer.bits
-    if may_be_whole and adds_up_whole(tensor, segments, config, on_gpu):
-        segments = 1
     if collective == "all_reduce":
+        shares = group.ranks_per_node if hierarchical else 1
+        segments = segments_of_sum(tensor, name, fleet.world_size, shares, config, on_gpu)
         layout = layout_of_sum(tensor, segments, config, on_gpu)
     else:
+        segments = group.ranks if hierarchical else fleet.world_size
         layout = layout_of_parts(tensor[: -(-tensor.numel() // segments)], segments, config, on_gpu)
     if hierarchical:  # each rank of a node exchanges an equal piece of the tensor
-        layout = layout.for_segments(range(fleet.world_size))
+        layout = layout.for_segments(range(segments // group.ranks_per_node))
         _inside(fleet, group, nbytes)
     # Agree on scales, exchange frames, and pass results on inside nodes.
     fleet.work(1e-6 * group.costs.call_us)

@@ -17,7 +17,7 @@ from ncz_plugins.cli.plan.simulation.fleet import Fleet, Link, Ranks
 from ncz_plugins.cli.plan.simulation.sizes import sizes_for
 from ncz_plugins.core.call import Call
 from ncz_plugins.core.config import CoderCosts, Config
-from ncz_plugins.core.errors import ConfigError
+from ncz_plugins.core.errors import ConfigError, UnsupportedError
 from ncz_plugins.core.group import Group as RealGroup
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -231,6 +231,11 @@ def test_what_no_sample_tells(quantizer):
 def test_a_bound_that_saves_nothing():
     with pytest.raises(ConfigError, match="nothing would be compressed"):
         sizes_for(Config(quantizer={"mode": "rms", "value": 1e-9})).bits(1)
+
+
+def test_a_schedule_that_can_not_be_simulated_is_named():
+    with pytest.raises(UnsupportedError, match="schedule: halving can't be simulated yet; set auto, ring or direct"):
+        all_reduce(Group(8, 1, Link(1.0), COSTS), 16 * MiB, "halving")
 
 
 # ------------------------------------------------------------------ what goes plain

@@ -19,7 +19,7 @@ from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.planning import layout_of_sum
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.schedules import direct, halving, ring
 from ncz_plugins.core.schedules.hierarchy import in_nodes
 from ncz_plugins.core.training.error_feedback import Feedback, Residuals
 from ncz_plugins.core.training.policy import ParameterSlice
@@ -41,7 +41,7 @@ CONFIGS = {
     "lossless": Config(quantizer={"kind": "lossless"}, entropy={"checksum": True}),
 }
 SMALL_FRAMES = Config(quantizer={"mode": "rms", "value": BOUND}, transport={"frame_bytes": "16KiB"})
-SCHEDULES = {"ring": ring, "direct": direct}
+SCHEDULES = {"ring": ring, "direct": direct, "halving": halving}
 
 
 def nodes_of(shape: str, rank: int) -> Nodes:

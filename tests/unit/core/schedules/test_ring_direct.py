@@ -1,4 +1,4 @@
-"""Ring and direct over real gloo, all ranks in one process: exact sums, and the same on every rank."""
+"""Ring, direct and halving over real gloo, all ranks in one process: exact sums, and the same on every rank."""
 
 import time
 from functools import partial
@@ -19,7 +19,7 @@ from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, MismatchError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.core.schedules import direct, ring
+from ncz_plugins.core.schedules import direct, halving, ring
 from ncz_plugins.kernels.format import (
     CHUNK,
     HAS_CHECKSUM,
@@ -33,7 +33,7 @@ from ncz_plugins.kernels.format import (
 )
 from ncz_plugins.kernels.lossless import max_lossless_bytes
 
-SCHEDULES = {"ring": ring, "direct": direct}
+SCHEDULES = {"ring": ring, "direct": direct, "halving": halving}
 BOUND = 0.01
 BOUNDED = {"mode": "abs", "value": BOUND}
 CONFIG = Config(quantizer=BOUNDED)
@@ -117,7 +117,7 @@ def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel, 
         for tensor in all_reduce(schedule, world_size, numel, frames * CHUNK, config, way=way)
     ]
     assert (outcomes[0].double() - expected_sum(world_size, numel)).abs().max() <= world_size * BOUND
-    # One set of bits: on all ranks, for both schedules, for every frame size and way to travel.
+    # One set of bits: on all ranks, for all schedules, for every frame size and way to travel.
     assert same_bits(outcomes)
 
 

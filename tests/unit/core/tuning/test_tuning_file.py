@@ -133,7 +133,7 @@ def written(tmp_path, **changes):
     [
         ("format", 2, "format: 2 is not allowed; allowed: 1"),
         ("world_size", 1, "world_size: 1 is not allowed; allowed: an integer, 2 or more"),
-        ("schedule", "auto", "schedule: 'auto' is not allowed; allowed: ring, direct"),
+        ("schedule", "auto", "schedule: 'auto' is not allowed; allowed: ring, direct, halving"),
         ("frame_bytes", 1, "frame_bytes: 1 is not allowed; allowed: "),
         ("frame_bytes", "auto", "frame_bytes: 'auto' is not allowed; allowed: "),
         ("min_bytes", "auto", "min_bytes: 'auto' is not allowed; allowed: "),

@@ -1,0 +1,283 @@
+"""Halving schedule: ranks exchange half of what they have left with one other rank at a time. For many ranks.
+
+1. Reduce-scatter: the ranks split in two halves, and so do the segments. Each rank has a partner in the other half, and
+   sends it the sums that it knows of the other half's segments. Each half then splits likewise, until a rank is alone.
+   It adds up the segment that it is left with.
+2. All-gather: finished frames go the same way back, unchanged. A rank gets them from those that it sent sums to.
+
+If there are more ranks than segments, the ranks of a half without segments send all they know, and are done: a tensor
+of one segment goes up a tree, and down again. If a half has one rank more than the other, that rank deals its sums out
+to several ranks of the other half, so that none gets twice as much.
+
+A rank talks to about log2(ranks) others.
+Source: Rabenseifner, "Optimization of collective reduction operations" (2004), which knows powers of two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...kernels.format import CHUNK
+from ..codec.tensor_codec import TensorCodec
+from ..runtime.statistics import Counters
+from ..transport.base import FrameStream, FrameTransport
+
+# More and smaller segments would take more messages, which cost more than the bytes that they save.
+_MOST_SEGMENTS = 64
+_LEAST_ELEMENTS = 4 * CHUNK
+_MOST_TAKERS = 4  # ranks among which one without a partner deals out its sums
+
+
+class Half(NamedTuple):
+    """Ranks that add up some segments among themselves."""
+
+    ranks: range
+    segments: range
+
+
+class Leg(NamedTuple):
+    """Segments that one rank sends another, in this order: that in which the other one sends them on."""
+
+    peer: int
+    segments: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """The way of the segments, as one rank sees it.
+
+    Attributes:
+        sums: what this rank sends in the reduce-scatter, in this order.
+        own: the segment that it adds up; empty if there is none.
+        sources: the ranks that send it sums, by segment, in the order in which they come.
+    """
+
+    sums: tuple[Leg, ...]
+    own: range
+    sources: Mapping[int, tuple[int, ...]]
+
+
+def segments_for(elements: int, ranks: int) -> int:
+    """Segments in which `ranks` best add up a tensor. A reduce-scatter has one for each rank."""
+    return max(1, min(ranks, _MOST_SEGMENTS, elements // _LEAST_ELEMENTS))
+
+
+def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
+    """Decode the sum over ranks of this rank's segment to the output."""
+    route = _route(transport, codec)
+    streams = _open(transport, codec, route, _sums_due(route), counters)
+    _send_sums(codec, route, streams)
+    if codec.sums_to_output:
+        for index, frames in enumerate(_received(codec, route, streams, transport.rank)):
+            codec.decode_sum(transport.rank, index, frames)
+    else:
+        for segment, index, frame in _own_frames(codec, route, streams):
+            codec.decode(segment, index, frame)
+    _finish(streams)
+
+
+def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
+    """Decode every rank's own segment to the output."""
+    route = _route(transport, codec)
+    streams = _open(transport, codec, route, _finished_due(route), counters)
+    own = [(transport.rank, index) for index in range(codec.layout.frames)]
+    _spread(codec, route, streams, ((*each, frame) for each, frame in zip(own, codec.encode_each(own))))
+    _finish(streams)
+
+
+def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
+    """Decode the sum over ranks of all segments to the output."""
+    route = _route(transport, codec)
+    streams = _open(transport, codec, route, _sums_due(route) + _finished_due(route), counters)
+    _send_sums(codec, route, streams)
+    _spread(codec, route, streams, _own_frames(codec, route, streams))
+    _finish(streams)
+
+
+def reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
+    """Decode the sum over ranks of all segments to the output of rank `root`, which gets each from its owner."""
+    route, segments = _route(transport, codec), range(len(codec.layout.lengths))
+    owners = {segment: _owner(segment, Half(range(transport.world_size), segments)) for segment in segments}
+    is_root, due = transport.rank == root, _sums_due(route)
+    due.update([owner for owner in owners.values() if owner != root] if is_root else {root: 0})
+    streams = _open(transport, codec, route, due, counters)
+    _send_sums(codec, route, streams)
+    for segment, index, frame in _own_frames(codec, route, streams):
+        if is_root:
+            codec.decode(segment, index, frame)
+        else:
+            streams[root].send(frame)
+    for segment, owner in owners.items() if is_root else ():
+        for index in range(codec.layout.frames) if owner != root else ():
+            codec.decode(segment, index, streams[owner].receive())
+    _finish(streams)
+
+
+def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
+    """Decode the values of rank `root` to the output: the way back of one segment, whose owner is the first rank."""
+    n = transport.world_size
+    route = route_of((transport.rank - root) % n, n, 1)
+    streams = _open(transport, codec, route, _finished_due(route), counters, first=root)
+    own = [(segment, index) for segment in route.own for index in range(codec.layout.frames)]
+    _spread(codec, route, streams, ((*each, frame) for each, frame in zip(own, codec.encode_each(own))))
+    _finish(streams)
+
+
+# ---------------------------------------------------------------- who sends what to whom
+
+
+@lru_cache(maxsize=64)
+def route_of(rank: int, ranks: int, segments: int) -> Route:
+    """The route of one of `ranks`, for at most as many segments."""
+    sums, sources, group = [], {}, Half(range(ranks), range(segments))
+    while len(group.ranks) > 1:
+        ours, theirs = _split(group, rank)
+        sums += [Leg(peer, _in_order(peer, theirs, run)) for peer, run in _dealt(rank, ours, theirs)]
+        for peer in _senders(rank, ours, theirs):
+            for _, run in [each for each in _dealt(peer, theirs, ours) if each[0] == rank]:
+                for segment in run:
+                    sources[segment] = (*sources.get(segment, ()), peer)
+        group = ours
+    return Route(tuple(sums), group.segments, sources)
+
+
+def _split(group: Half, rank: int) -> tuple[Half, Half]:
+    """The half of a group that holds `rank`, then the other one. Segments are divided as ranks are."""
+    ranks, segments = group
+    middle = -(-len(ranks) // 2)
+    cut = -(-len(segments) * middle // len(ranks))
+    lower, upper = Half(ranks[:middle], segments[:cut]), Half(ranks[middle:], segments[cut:])
+    return (lower, upper) if rank in lower.ranks else (upper, lower)
+
+
+def _dealt(rank: int, ours: Half, theirs: Half) -> list[tuple[int, range]]:
+    """The ranks of the other half to which a rank sends sums, and of which segments."""
+    place, segments = rank - ours.ranks.start, theirs.segments
+    takers = theirs.ranks[place : place + 1] or theirs.ranks[:_MOST_TAKERS]
+    cuts = [len(segments) * i // len(takers) for i in range(len(takers) + 1)]
+    return [(peer, segments[a:b]) for peer, a, b in zip(takers, cuts, cuts[1:]) if a < b]
+
+
+def _senders(rank: int, ours: Half, theirs: Half) -> list[int]:
+    """The ranks of the other half that may send sums to a rank: its partner, and the one without a partner."""
+    place = rank - ours.ranks.start
+    partner, alone = theirs.ranks[place : place + 1], theirs.ranks[len(ours.ranks) :]
+    return [*partner, *alone]
+
+
+def _in_order(rank: int, half: Half, wanted: range) -> tuple[int, ...]:
+    """The wanted ones of a half's segments, in the order in which one of its ranks is done with them."""
+    return tuple(segment for segment in _order(rank, half) if segment in wanted)
+
+
+def _order(rank: int, half: Half) -> tuple[int, ...]:
+    """The segments of a half in the order in which one of its ranks sends sums of them. Its own is the last."""
+    if len(half.segments) <= 1:
+        return tuple(half.segments)
+    ours, theirs = _split(half, rank)
+    sent = [segment for peer, run in _dealt(rank, ours, theirs) for segment in _in_order(peer, theirs, run)]
+    return (*sent, *_order(rank, ours))
+
+
+def _owner(segment: int, group: Half) -> int:
+    """The rank that adds up a segment."""
+    while len(group.ranks) > 1:
+        group = next(half for half in _split(group, group.ranks[0]) if segment in half.segments)
+    return group.ranks[0]
+
+
+# ---------------------------------------------------------------- moving frames
+
+
+def _route(transport: FrameTransport, codec: TensorCodec) -> Route:
+    return route_of(transport.rank, transport.world_size, len(codec.layout.lengths))
+
+
+def _sums_due(route: Route) -> Counter[int]:
+    """The segments of which each peer sends sums."""
+    return Counter(peer for peers in route.sources.values() for peer in peers)
+
+
+def _finished_due(route: Route) -> Counter[int]:
+    """The segments that each peer sends when they are finished."""
+    return Counter({leg.peer: len(leg.segments) for leg in route.sums})
+
+
+def _open(
+    transport: FrameTransport,
+    codec: TensorCodec,
+    route: Route,
+    due: Mapping[int, int],
+    counters: Counters,
+    first: int = 0,
+) -> dict[int, FrameStream]:
+    """Open a frame stream with each rank of a route, and each other one that sends something. Returns rank -> stream.
+
+    Args:
+        due: segments that each rank will send, by its number in the route.
+        first: the rank that the route calls 0.
+    """
+    streams, n = {}, transport.world_size
+    for peer in dict.fromkeys([*(leg.peer for leg in route.sums), *_sums_due(route), *due]):
+        ends, incoming = ((peer + first) % n,) * 2, due.get(peer, 0) * codec.layout.frames
+        [streams[peer]] = transport.streams([ends], incoming, codec.frame_capacity, counters)
+    return streams
+
+
+def _send_sums(codec: TensorCodec, route: Route, streams: dict[int, FrameStream]) -> None:
+    """Reduce-scatter: send all sums but the rank's own. Each frame that comes is added when its sum is wanted."""
+    for peer, segments in route.sums:
+        for segment in segments:
+            for frame in codec.sum_each(segment, _received(codec, route, streams, segment)):
+                streams[peer].send(frame)
+
+
+def _received(
+    codec: TensorCodec, route: Route, streams: dict[int, FrameStream], segment: int
+) -> Iterator[list[Tensor]]:
+    """For each frame of a segment, the frames that other ranks send of it."""
+    for _ in range(codec.layout.frames):
+        yield [streams[peer].receive() for peer in route.sources.get(segment, ())]
+
+
+def _own_frames(codec: TensorCodec, route: Route, streams: dict[int, FrameStream]) -> Iterator[tuple[int, int, Tensor]]:
+    """Reduce-scatter: yield (segment, index, frame) for each finished frame of this rank's own segment."""
+    for segment in route.own:
+        for index, frame in enumerate(codec.sum_each(segment, _received(codec, route, streams, segment))):
+            yield segment, index, frame
+
+
+def _spread(
+    codec: TensorCodec, route: Route, streams: dict[int, FrameStream], own: Iterable[tuple[int, int, Tensor]]
+) -> None:
+    """All-gather: decode all finished frames, each of which goes to the ranks that sent sums of its segment.
+
+    Ranks that come last in a route send on the most, so they are served first.
+
+    Args:
+        own: (segment, index, frame) of this rank's own segment.
+    """
+    for segment, index, frame in _with_those_of_others(codec, route, streams, own):
+        for peer in reversed(route.sources.get(segment, ())):
+            streams[peer].send(frame)
+        codec.decode(segment, index, frame)
+
+
+def _with_those_of_others(
+    codec: TensorCodec, route: Route, streams: dict[int, FrameStream], own: Iterable[tuple[int, int, Tensor]]
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield what `own` has, then the finished frames of all other segments, in the reverse order of their sums."""
+    yield from own
+    for peer, segments in reversed(route.sums):
+        for segment in reversed(segments):
+            for index in range(codec.layout.frames):
+                yield segment, index, streams[peer].receive()
+
+
+def _finish(streams: dict[int, FrameStream]) -> None:
+    for stream in streams.values():
+        stream.finish()
