@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ..core.errors import ConfigError, FrameError, MismatchError, PatchKeyError, UnsupportedError
+from ..core.errors import ConfigError, FrameError, MismatchError, NczError, PatchKeyError, UnsupportedError
 from ..core.whole_files import write_whole
 from .output import add_row, list_commands, progress_bar, size, table, unbroken_console
 
@@ -51,15 +51,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     show = actions.add_parser("show", help="list what is in a patch, or the versions in a folder")
     show.add_argument("patch", help="what `ncz patch make` wrote")
     show.set_defaults(run=_show)
-    for action in (make, apply, show):
-        action.add_argument(
-            "--key-file",
-            metavar="FILE",
-            help="secret of 16 bytes or more: the patch has a keyed checksum of all of it. Not for folders of versions",
-        )
     verify = actions.add_parser("verify", help="read all files of a folder of versions, or of a checkpoint out of one")
     verify.add_argument("folder", help="what `ncz patch make` or `apply` wrote")
     verify.set_defaults(run=_verify)
+    for action in (make, apply, show, verify):
+        action.add_argument(
+            "--key-file", metavar="FILE", help="secret of 16 bytes or more: patches and versions have a keyed checksum"
+        )
 
 
 # ------------------------------------------------------------------ files
@@ -127,15 +125,17 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _publish(options: argparse.Namespace) -> None:
-    _require_no_key(options, options.patch)
+    key = _key(options)
     from ..weights.directory import list_versions, publish_version
 
     try:
         with _counting("reading and coding") as progress:
-            publish_version(options.patch, options.new, options.base, options.whole_every, options.keep, progress)
+            publish_version(options.patch, options.new, options.base, options.whole_every, options.keep, progress, key)
+    except NczError:
+        raise
     except ValueError as error:
         raise ConfigError(f"--whole-every, --keep: {error}") from None
-    newest = list_versions(options.patch)[-1]
+    newest = list_versions(options.patch, key)[-1]
     text = f"{options.patch}: version {newest.number}, {size(newest.stored_bytes)}"
     if newest.manifest.base is not None:
         whole = sum(row.bytes for row in newest.manifest.files.values())
@@ -144,22 +144,22 @@ def _publish(options: argparse.Namespace) -> None:
 
 
 def _fetch(options: argparse.Namespace) -> None:
-    _require_no_key(options, options.patch[0])
+    key = _key(options)
     from ..weights.directory import fetch_version
 
     if len(options.patch) > 1:
         raise UnsupportedError(f"{options.patch[0]} is a folder of versions: give it alone")
     with _counting("making") as progress:
-        number = fetch_version(options.patch[0], options.new, options.version, options.base, progress)
+        number = fetch_version(options.patch[0], options.new, options.version, options.base, progress, key)
     unbroken_console().print(Text(f"{options.new}: version {number}"))
 
 
 def _list(options: argparse.Namespace) -> None:
-    _require_no_key(options, options.patch)
+    key = _key(options)
     from ..weights.directory import list_versions
 
     found = table("version", "holds", "bytes", "of", "state", numbers=["version", "bytes", "of"], gap=2)
-    for each in list_versions(options.patch):
+    for each in list_versions(options.patch, key):
         manifest = each.manifest
         whole = 0 if manifest is None else sum(row.bytes for row in manifest.files.values())
         held = "" if manifest is None else "everything" if manifest.base is None else f"changes of {manifest.base}"
@@ -171,14 +171,9 @@ def _verify(options: argparse.Namespace) -> None:
     from ..weights.directory import verify_versions
 
     with _counting("reading") as progress:
-        numbers = verify_versions(options.folder, progress)
+        numbers = verify_versions(options.folder, progress, _key(options))
     named = f"version {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} versions, {numbers[0]} to {numbers[-1]}"
     unbroken_console().print(Text(f"{options.folder}: {named}: every file is what its manifest says"))
-
-
-def _require_no_key(options: argparse.Namespace, folder: str) -> None:
-    if options.key_file is not None:
-        raise UnsupportedError(f"{folder}: patches in folders of versions have no keyed checksum: leave --key-file out")
 
 
 @contextmanager

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ..core.errors import FrameError, MismatchError, UnsupportedError
+from ..core.errors import FrameError, MismatchError, NczError, PatchKeyError, UnsupportedError
 from ..core.whole_files import new_folder, write_whole
 from .apply import read_patches
 from .files import FileBytes, WeightFile, apply_file_patch, make_file_patch, mapped, read_file, with_moved
+from .keys import require_key
 from .manifest import (
     AGAIN,
     INDEX,
@@ -31,6 +32,7 @@ from .manifest import (
     NAME,
     PATCH,
     SUFFIXES,
+    TAG,
     WEIGHTS,
     Manifest,
     Row,
@@ -41,6 +43,7 @@ from .manifest import (
     read_manifest,
     require,
     require_index,
+    tag_text,
 )
 
 _REMOVED = ".ncz-removed-"  # what is left of a version while its files are deleted
@@ -77,6 +80,7 @@ def publish_version(
     whole_every: int = 16,
     keep: int | None = None,
     progress: Progress | None = None,
+    key: bytes | None = None,
 ) -> int:
     """Add a checkpoint to a folder of versions, as changes from the version before. Returns its number, from 1.
 
@@ -91,10 +95,13 @@ def publish_version(
             since the last one take more bytes than it.
         keep: number of versions to keep, besides those that they are made of. None: all.
         progress: called with the bytes that are done, and all bytes.
+        key: 16 bytes or more, which readers have, too. Manifests then have a keyed checksum (HMAC-SHA256), and so all
+            of a version does, for places that others can write to.
 
-    Raises UnsupportedError if the checkpoint is not complete or can't be read, or if another publisher is at work, and
-    FrameError if the version before is damaged.
+    Raises UnsupportedError if the checkpoint is not complete or can't be read, or if another publisher is at work,
+    FrameError if the version before is damaged, and PatchKeyError if it has another key.
     """
+    require_key(key)
     if not 1 <= whole_every <= _MAX_CHAIN or (keep is not None and keep < 1):
         raise ValueError(f"whole_every must be 1 to {_MAX_CHAIN}, and keep 1 or more, got {whole_every} and {keep}")
     folder, sources = Path(os.path.abspath(folder)), _files_of(Path(checkpoint))
@@ -104,16 +111,19 @@ def publish_version(
             shutil.rmtree(left, ignore_errors=True)
     # Changes are made from the newest version, unless a whole one is due.
     number = max(numbers_in(folder), default=0) + 1
-    reader = _Reader(folder, {} if base is None else _hashed(Path(base)))
+    reader = _Reader(folder, {} if base is None else _hashed(Path(base)), key)
     older = None if _is_whole_due(reader, number, whole_every) else reader.manifest(number - 1)
     done = _Done(progress, sum(path.stat().st_size for path in sources.values()) * (1 if older is None else 2))
     with _naming_files(), new_folder(folder / f"{number:08d}") as partial:
         publisher = _Publisher(reader, older, partial, done)
         rows = {name: publisher.store(path) for name, path in sources.items()}
         manifest = Manifest(format=1, version=number, base=older and older.version, files=rows)
-        write_whole(partial / MANIFEST, json_of(manifest))
+        text = json_of(manifest)
+        if key is not None:
+            write_whole(partial / TAG, tag_text(text, key))
+        write_whole(partial / MANIFEST, text)
     if keep is not None:
-        _remove_old(_Reader(folder, {}), keep)
+        _remove_old(_Reader(folder, {}, key), keep)
     return number
 
 
@@ -123,6 +133,7 @@ def fetch_version(
     version: int | None = None,
     base: str | os.PathLike | None = None,
     progress: Progress | None = None,
+    key: bytes | None = None,
 ) -> int:
     """Make the checkpoint of a version, to the bit. Returns the number of the version.
 
@@ -136,12 +147,15 @@ def fetch_version(
         base: a checkpoint that the reader holds, such as `into` of a call before. Its files are used if a version has
             them; others are ignored.
         progress: see `publish_version`.
+        key: that of the publisher, if it has one.
 
-    Raises FrameError if a file is damaged or missing, MismatchError if there is no such version or it was removed while
-    it was read, and UnsupportedError if `into` can't be written.
+    Raises PatchKeyError if the key of a version is another one, FrameError if a file is damaged or missing,
+    MismatchError if there is no such version or it was removed while it was read, and UnsupportedError if `into` can't
+    be written.
     """
     folder, into = Path(os.path.abspath(folder)), Path(os.path.abspath(into))
-    reader = _Reader(folder, {} if base is None else _held(Path(base)))
+    require_key(key)
+    reader = _Reader(folder, {} if base is None else _held(Path(base)), key)
     number = reader.newest() if version is None else version
     try:
         _make(reader, number, into, progress)
@@ -149,12 +163,15 @@ def fetch_version(
         # Files of the base may have changed since their SHA-256 was noted.
         if base is None:
             raise
-        _make(_Reader(folder, _hashed(Path(base))), number, into, progress)
+        _make(_Reader(folder, _hashed(Path(base)), key), number, into, progress)
     return number
 
 
-def verify_versions(folder: str | os.PathLike, progress: Progress | None = None) -> list[int]:
+def verify_versions(folder: str | os.PathLike, progress: Progress | None = None, key: bytes | None = None) -> list[int]:
     """Read all files of a folder of versions, or of one that `fetch_version` made. Returns the numbers of the versions.
+
+    Args:
+        progress, key: see `fetch_version`. What it made has no key.
 
     Raises FrameError, which names the file and what to do, if one is damaged or missing.
     """
@@ -163,7 +180,8 @@ def verify_versions(folder: str | os.PathLike, progress: Progress | None = None)
         manifest = read_manifest(folder)
         numbers, found = [manifest.version], {folder / name: row for name, row in manifest.files.items()}
     else:
-        reader, numbers = _Reader(folder, {}), numbers_in(folder)
+        require_key(key)
+        reader, numbers = _Reader(folder, {}, key), numbers_in(folder)
         found = {path: stored for number in numbers for path, stored in reader.needed(number)}
     if not numbers:
         raise MismatchError(f"{folder}: holds no version: publish_version, or `ncz patch make`, adds one")
@@ -174,18 +192,18 @@ def verify_versions(folder: str | os.PathLike, progress: Progress | None = None)
     return numbers
 
 
-def list_versions(folder: str | os.PathLike) -> list[Listed]:
-    """The versions in a folder, the oldest first. Raises FrameError if a manifest is damaged."""
-    reader, listed = _Reader(Path(folder), {}), []
+def list_versions(folder: str | os.PathLike, key: bytes | None = None) -> list[Listed]:
+    """The versions in a folder, the oldest first. `key`: see `fetch_version`."""
+    reader, listed = _Reader(Path(folder), {}, key), []
     for number in numbers_in(reader.folder):
         problem = reader.problem(number)
         try:
             manifest = reader.manifest(number)
         except FrameError:
-            listed.append(Listed(number, None, 0, problem))
+            listed.append(Listed(number, None, 0, str(problem)))
             continue
         own = [row.patch or row for row in manifest.files.values() if row.stored != "base"]
-        listed.append(Listed(number, manifest, sum(each.bytes for each in own), problem))
+        listed.append(Listed(number, manifest, sum(each.bytes for each in own), problem and str(problem)))
     return listed
 
 
@@ -261,7 +279,10 @@ def _files_of(checkpoint: Path) -> dict[str, Path]:
 
 def _is_whole_due(reader: _Reader, number: int, whole_every: int) -> bool:
     """Whether version `number` is to be whole: there is nothing to change, or its chain would be long or large."""
-    if number == 1 or reader.problem(number - 1) is not None:
+    problem = None if number == 1 else reader.problem(number - 1)
+    if isinstance(problem, PatchKeyError):
+        raise problem
+    if number == 1 or problem is not None:
         return True
     chain = reader.chain(number - 1)
     patch_bytes = sum(row.patch.bytes for manifest in chain for row in manifest.files.values() if row.patch)
@@ -290,11 +311,12 @@ class _Reader:
 
     Args:
         held: files that the reader holds, by SHA-256. They are read in place of those of versions.
+        key: of all manifests.
     """
 
-    def __init__(self, folder: Path, held: Mapping[str, Path]):
+    def __init__(self, folder: Path, held: Mapping[str, Path], key: bytes | None):
         self.folder = folder
-        self._held = held
+        self._held, self._key = held, key
         self._manifests: dict[int, Manifest] = {}
         self._files: dict[tuple[int, str], WeightFile] = {}
 
@@ -310,7 +332,7 @@ class _Reader:
                     f"{self.folder}: version {number} is not there, or was removed; versions are {numbers[0]} to "
                     f"{numbers[-1]}: fetch the newest"
                 )
-            manifest = read_manifest(self.directory(number))
+            manifest = read_manifest(self.directory(number), self._key)
             if manifest.version != number:
                 raise FrameError(f"{self.directory(number)}: its {MANIFEST} is of version {manifest.version}: {AGAIN}")
             self._manifests[number] = manifest
@@ -348,13 +370,13 @@ class _Reader:
                 own = self.manifest(base).files.keys() & {name}
                 todo += [(base, each) for each in own | set(row.moved.values())]
 
-    def problem(self, number: int) -> str | None:
+    def problem(self, number: int) -> NczError | None:
         """Why a version can't be read, as far as the names and sizes of its files tell. None: it is complete."""
         try:
             for path, stored in self.needed(number):
                 open_stored(path, stored).close()
         except (FrameError, MismatchError) as error:
-            return str(error)
+            return error
         return None
 
     def newest(self) -> int:
@@ -364,9 +386,11 @@ class _Reader:
             problem = self.problem(number)
             if problem is None:
                 return number
+            if isinstance(problem, PatchKeyError):
+                raise problem
             problems.append(problem)
         if problems:
-            raise FrameError(problems[0])
+            raise problems[0]
         raise MismatchError(f"{self.folder}: holds no version yet: wait until one is published")
 
     def pieces(self, number: int, name: str) -> Iterator[bytes | memoryview]:
@@ -428,7 +452,7 @@ def _make(reader: _Reader, number: int, into: Path, progress: Progress | None) -
     files = reader.manifest(number).files
     problem = reader.problem(number)
     if problem is not None:
-        raise FrameError(problem)
+        raise problem
     done = _Done(progress, sum(row.bytes for row in files.values()))
     with _naming_files(), new_folder(into) as partial:
         for name, row in files.items():

@@ -5,6 +5,7 @@ docs/reference/patch-format.md describes all fields and rules.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -16,13 +17,15 @@ from typing import Annotated, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core.config import first_problem
-from ..core.errors import FrameError, MismatchError, UnsupportedError
+from ..core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
+from .keys import tag_of
 
-MANIFEST = "version.json"
+MANIFEST, TAG = "version.json", "version.hmac"
 WEIGHTS, INDEX, PATCH = ".safetensors", ".safetensors.index.json", ".patch"
 SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")  # of files that belong to a checkpoint
 _NUMBER = re.compile(r"\d{8}")
 AGAIN = "copy the folder again, or publish a whole version (whole_every=1)"  # the remedy of damage
+_MAX_TAG_BYTES = 128
 _MAX_JSON_BYTES = 64 << 20  # of a manifest or an index
 
 # A name in the directory itself: no separator, no `..`, nothing hidden, nothing that a shell reads as an option.
@@ -74,11 +77,12 @@ def numbers_in(folder: Path) -> list[int]:
         raise UnsupportedError(f"{folder}: can't be read: {error.strerror}: name a folder of versions") from None
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Raises FrameError if the manifest of a version is missing or damaged."""
+def read_manifest(directory: Path, key: bytes | None = None) -> Manifest:
+    """Raises FrameError if the manifest of a version is missing or damaged, PatchKeyError if its key is another one."""
     path = directory / MANIFEST
     with open_stored(path) as file:
         text = file.read(_MAX_JSON_BYTES + 1)
+    _require_tag(directory / TAG, text, key)
     try:
         if len(text) > _MAX_JSON_BYTES:
             raise ValueError(f"it has more than {_MAX_JSON_BYTES} bytes")
@@ -95,9 +99,29 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def json_of(manifest: Manifest) -> str:
+def _require_tag(path: Path, text: bytes, key: bytes | None) -> None:
+    """Compare the keyed checksum of a manifest. A key, or a checksum, on one side only is an error, too."""
+    if key is None:
+        if os.path.lexists(path):
+            raise PatchKeyError(f"{path}: is a keyed checksum, and no key was given: pass the publisher's key")
+        return
+    with open_stored(path) as file:
+        found = file.read(_MAX_TAG_BYTES)
+    if not hmac.compare_digest(found.strip(), tag_text(text, key)):
+        raise PatchKeyError(
+            f"{path}: is not the keyed checksum of this key: the version was changed on its way, or published with "
+            "another key: get it again, or pass the publisher's key"
+        )
+
+
+def tag_text(text: bytes, key: bytes) -> bytes:
+    """The keyed checksum of a manifest, as `version.hmac` holds it."""
+    return tag_of([text], key).hex().encode()
+
+
+def json_of(manifest: Manifest) -> bytes:
     """The text of `version.json`."""
-    return manifest.model_dump_json(exclude_defaults=True, indent=1) + "\n"
+    return manifest.model_dump_json(exclude_defaults=True, indent=1).encode() + b"\n"
 
 
 def require_index(path: Path, files: Iterable[str]) -> None:

@@ -77,9 +77,6 @@ def test_patches_with_a_key(versions, capsys):
             error = " ".join(capsys.readouterr().err.split())
             assert says in error and ("--key-file" in error or given[1:] == ["none"]), error
     assert not Path("other.safetensors").exists()
-    Path("folder").mkdir()
-    assert main(["patch", "show", "folder", "--key-file", "key"]) == 2
-    assert "leave --key-file out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_patch_of_a_state_dict_makes_a_file(versions):
@@ -210,6 +207,21 @@ def test_a_version_by_its_number_from_what_the_reader_holds(checkpoints, capsys)
     for made, expected in (("made", "v1"), ("next", "v2")):
         for name in ("model.safetensors", "config.json"):
             assert (Path(made) / name).read_bytes() == (Path(expected) / name).read_bytes()
+
+
+def test_versions_with_a_key(checkpoints, capsys):
+    Path("key").write_bytes(bytes(range(32)))
+    key = ["--key-file", "key"]
+    assert main(["patch", "make", "v1", "safe", *key]) == 0
+    assert main(["patch", "make", "v2", "safe", "--base", "v1", *key]) == 0
+    assert main(["patch", "apply", "safe", "made", *key]) == 0 and main(["patch", "verify", "safe", *key]) == 0
+    assert Path("made/model.safetensors").read_bytes() == Path("v2/model.safetensors").read_bytes()
+    capsys.readouterr()
+    for command in (["apply", "safe", "other"], ["verify", "safe"], ["make", "v3", "safe"]):
+        assert main(["patch", *command]) == 2
+        assert "version.hmac: is a keyed checksum, and no key was given" in capsys.readouterr().err
+    assert main(["patch", "show", "safe", *key]) == 0
+    assert capsys.readouterr().out.count("complete") == 2
 
 
 def test_versions_are_shown_and_verified(checkpoints, capsys):

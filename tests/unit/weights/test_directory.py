@@ -24,6 +24,7 @@ from ncz_plugins import (
     FrameError,
     MismatchError,
     NczError,
+    PatchKeyError,
     UnsupportedError,
     apply_patch,
     fetch_version,
@@ -457,6 +458,63 @@ def test_a_forged_manifest_is_an_error_that_names_a_file_and_writes_nothing(case
         fetch_version(versions, published / "into", 6)
     assert str(versions) in str(caught.value) and " again" in str(caught.value)
     assert sorted(published.rglob("*")) == before
+
+
+KEY, OTHER = bytes(range(32)), bytes(32)
+
+
+@pytest.fixture
+def keyed(tmp_path):
+    """The folder `versions` of two versions with a key."""
+    for step in (1, 2):
+        publish_version(tmp_path / "versions", checkpoint(tmp_path / f"step-{step}", weights(step), step=step), key=KEY)
+    return tmp_path
+
+
+def test_versions_with_a_key_come_back_with_the_same_key_alone(keyed):
+    versions = keyed / "versions"
+    fetch_version(versions, keyed / "made", key=KEY)
+    assert content(keyed / "made") == content(keyed / "step-2") and verify_versions(versions, key=KEY) == [1, 2]
+    new = checkpoint(keyed / "step-3", weights(3), step=3)
+    for key, message in ((OTHER, "not the keyed checksum of this key"), (None, "no key was given")):
+        for call in (
+            lambda key: fetch_version(versions, keyed / "into", key=key),
+            lambda key: fetch_version(versions, keyed / "into", 1, keyed / "made", key=key),
+            lambda key: verify_versions(versions, key=key),
+            lambda key: publish_version(versions, new, key=key),
+        ):
+            with pytest.raises(PatchKeyError, match=f"version.hmac: .*{message}"):
+                call(key)
+        assert "version.hmac" in list_versions(versions, key)[0].problem
+    with pytest.raises(PatchKeyError, match="key must be 16 bytes or more"):
+        publish_version(versions, new, key=b"short")
+    assert publish_version(versions, new, key=KEY) == 3
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_forged_manifest_is_refused_with_a_key(number, keyed):
+    """Also that of a version which the newest is made of."""
+    path = keyed / "versions" / f"{number:08d}" / "version.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(PatchKeyError, match=f"{number:08d}/version.hmac: is not the keyed checksum"):
+        fetch_version(keyed / "versions", keyed / "into", key=KEY)
+    assert not (keyed / "into").exists()
+
+
+def test_an_old_manifest_is_not_taken_for_a_new_one(keyed):
+    versions = keyed / "versions"
+    shutil.copytree(versions / "00000001", versions / "00000003")
+    with pytest.raises(FrameError, match="00000003: its version.json is of version 1"):
+        fetch_version(versions, keyed / "into", 3, key=KEY)
+
+
+def test_a_key_that_comes_later_begins_with_a_whole_version(published):
+    versions, new = published / "versions", checkpoint(published / "step-7", weights(7), step=7)
+    with pytest.raises(FrameError, match="version.hmac: can't be read"):
+        fetch_version(versions, published / "into", key=KEY)
+    assert publish_version(versions, new, key=KEY) == 7
+    assert fetch_version(versions, published / "into", key=KEY) == 7
+    assert json.loads((versions / "00000007" / "version.json").read_text())["base"] is None
 
 
 def test_an_index_that_leads_elsewhere_is_refused(published):
