@@ -149,7 +149,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_errors_are_one_family():
     errors = [getattr(ncz_plugins, name) for name in ncz_plugins.__all__ if name.endswith("Error")]
-    assert len(errors) == 10
+    assert len(errors) == 11
     assert all(issubclass(error, ncz_plugins.NczError) and error.__doc__ for error in errors)
     assert issubclass(ncz_plugins.ConfigError, ValueError) and issubclass(ncz_plugins.BoundError, ValueError)
     assert issubclass(ncz_plugins.UnsupportedError, TypeError)
