@@ -33,8 +33,7 @@ class Rollouts:
     """
 
     def __init__(self, connection: Connection, weights: dict[str, torch.Tensor]):
-        self.connection, self.publisher = connection, WeightPublisher(keep=2)
-        self.publisher.publish(weights)
+        self.connection, self.publisher = connection, WeightPublisher(base=weights)
         self.step = 0  # which step's weights the generator has
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:

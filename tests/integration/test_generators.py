@@ -64,8 +64,7 @@ def follow() -> list[dict]:
 
     model = saved_model(str(folder() / "model"))
     connection, process = start(str(folder() / "model"))
-    publisher = WeightPublisher()
-    publisher.publish(dict(model.named_parameters()))
+    publisher = WeightPublisher(base=dict(model.named_parameters()))
     request = {"do": "generate", "prompts": PROMPTS, "tokens": TOKENS, "sample": False}
     seen = [{"generated": ask(connection, request)}]
     for number in range(VERSIONS):

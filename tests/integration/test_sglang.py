@@ -12,7 +12,7 @@ import torch
 from on_rank import folder, raises
 from scenarios import on_ranks
 
-from ncz_plugins import FrameError, MismatchError, WeightPublisher
+from ncz_plugins import FrameError, MismatchError, WeightPublisher, fetch_version, publish_version
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,7 +86,7 @@ def updater_of(model, config, arguments):
         model_config=config,
         custom_weight_loaders=arguments.custom_weight_loader,
         get_model=lambda: model,
-        update_model_fields=None,
+        update_model_fields=lambda *arguments, **fields: None,  # of the model's runner, which is not there
         recapture_cuda_graph=None,
         get_model_runner=None,
     )
@@ -137,8 +137,26 @@ def follow(tied: bool) -> list[int]:
         from_disk, _ = loaded_by_sglang(arguments, str(folder() / f"v{number}"))
         assert are_equal(weights_of(ours), weights_of(from_disk))
         assert number == 0 or not are_equal(weights_of(ours), old)
+    follow_a_folder(model, ours, updater, arguments)
     assert places == {name: each.data_ptr() for name, each in ours.named_parameters()}
     return [*sizes, sum(each.nbytes for each in model.parameters())]
+
+
+def follow_a_folder(model, ours, updater, arguments) -> None:
+    """The same by a folder of versions and SGLang's own way to load a checkpoint again."""
+    base = None
+    for number in range(2):
+        if number:
+            train_a_step(model, 10 + number)
+        model.save_pretrained(folder() / f"saved{number}")
+        publish_version(folder() / "versions", folder() / f"saved{number}")
+        fetched = folder() / f"fetched{number}"
+        fetch_version(folder() / "versions", fetched, base=base)
+        done, message = updater.update_weights_from_disk(str(fetched), "auto")
+        assert done, message
+        expected, _ = loaded_by_sglang(arguments, str(folder() / f"saved{number}"))
+        assert are_equal(weights_of(ours), weights_of(expected))
+        base = fetched
 
 
 @pytest.mark.parametrize("tied", [False, True])

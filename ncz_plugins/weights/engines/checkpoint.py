@@ -7,15 +7,19 @@ own tensors: they change this copy, and the engine's loader takes the tensors fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
-from ...core.errors import MismatchError
+from ...core.errors import MismatchError, UnsupportedError
 from ..apply import apply_patch, read_patches, stage_patch
 
 
 class CheckpointCopy:
     """Whole tensors in host memory that follow a trainer.
+
+    Args:
+        weights: the version that the trainer begins with, see `read_checkpoint`. None: its first version is whole.
 
     Attributes:
         weights: tensors by name; empty before the first version.
@@ -52,3 +56,13 @@ class CheckpointCopy:
         staged = stage_patch(patches, self.weights, versions=self._versions)
         staged.apply()
         self._versions = staged.versions
+
+
+def read_checkpoint(folder: str) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, which are not written to."""
+    from safetensors.torch import load_file  # every engine needs it, and this package does not
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise UnsupportedError(f"{folder} has no *.safetensors: name the folder of a Hugging Face checkpoint")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -23,12 +23,18 @@ except ImportError as error:
     raise ImportError("ncz_plugins.weights.engines.vllm needs vLLM 0.33 or newer: pip install vllm") from error
 
 from ...core.errors import UnsupportedError
-from .checkpoint import CheckpointCopy
+from .checkpoint import CheckpointCopy, read_checkpoint
 
 
 @dataclass
 class PatchInitInfo(WeightTransferInitInfo):
-    """What `init_weight_transfer_engine` takes: nothing."""
+    """What `init_weight_transfer_engine` takes.
+
+    Attributes:
+        checkpoint: folder of the checkpoint that the trainer begins with. None: its first version is whole.
+    """
+
+    checkpoint: str | None = None
 
 
 @dataclass
@@ -51,8 +57,9 @@ class PatchEngine(WeightTransferEngine[PatchInitInfo, PatchUpdateInfo]):
     _checkpoint: CheckpointCopy | None = None
 
     def init_transfer_engine(self, init_info: PatchInitInfo) -> None:
-        """Begin with a trainer, whose first version must be whole."""
-        self._checkpoint = CheckpointCopy()
+        """Begin with a trainer."""
+        begins_with = None if init_info.checkpoint is None else read_checkpoint(init_info.checkpoint)
+        self._checkpoint = CheckpointCopy(begins_with)
 
     def start_weight_update(self) -> None:
         """Nothing: the model stays as it is until `finish_weight_update`."""

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from ncz_plugins import FrameError, MismatchError, WeightPublisher
-from ncz_plugins.weights.engines.checkpoint import CheckpointCopy
+from ncz_plugins import FrameError, MismatchError, UnsupportedError, WeightPublisher
+from ncz_plugins.weights.engines.checkpoint import CheckpointCopy, read_checkpoint
 
 
 @pytest.fixture
@@ -40,10 +41,16 @@ def test_it_has_every_version_and_writes_changes_in_place(versions, patches):
     assert {name: each.data_ptr() for name, each in copy.weights.items()} == places
 
 
-def test_it_may_begin_with_a_checkpoint_from_a_disk(versions, patches):
-    copy = CheckpointCopy({name: each.clone() for name, each in versions[0].items()})
-    copy.apply([patches[1]])
-    assert is_at(copy, versions[1])
+def test_it_may_begin_with_a_checkpoint_from_a_disk_which_stays_as_it_is(versions, patches, tmp_path):
+    save_file({"a": versions[0]["a"]}, tmp_path / "model-00001.safetensors")
+    save_file({name: versions[0][name] for name in ("b", "c")}, tmp_path / "model-00002.safetensors")
+    copy = CheckpointCopy(read_checkpoint(tmp_path))
+    for patch, state in zip(patches[1:], versions[1:]):
+        copy.apply([patch])
+        assert is_at(copy, state)
+    assert is_at(CheckpointCopy(read_checkpoint(tmp_path)), versions[0])
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        read_checkpoint(tmp_path / "nothing")
 
 
 def test_a_patch_that_does_not_fit_changes_nothing_and_a_whole_version_helps(versions, patches):
