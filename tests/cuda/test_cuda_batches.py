@@ -118,9 +118,8 @@ def test_more_frames_than_a_table_has_rows(coding):
 
 
 @pytest.mark.parametrize("coding", [ONE_PASS[0], Coding()], ids=coding_name)
-def test_a_sum_of_more_codes_than_there_is_working_memory_for(coding, monkeypatch):
+def test_sums_of_more_codes_than_are_added_at_once(coding, monkeypatch):
     monkeypatch.setattr(frames, "MOST_ELEMENTS", 4 * CHUNK)
-    monkeypatch.setattr(frames, "MOST_ADDED_ELEMENTS", 4 * CHUNK)
     assert_same_sums(cuda(1), sums_of([2 * CHUNK, 5, 5 * CHUNK], 3), coding)
 
 
@@ -189,15 +188,19 @@ def test_decoding_sums(noise, dtype):
     backend.check()
 
 
-def sums_of_pages(counts: list[int], dtype=torch.float32) -> list[Sum]:
-    """A sum of each count, of values and of one HUFFMAN32 frame."""
+def sums_of_pages(counts: list[int], dtype=torch.float32, inputs: int = 1) -> list[Sum]:
+    """A sum of each count, of values and of so many HUFFMAN32 frames. Every other pair has letters for gaps."""
     sums = []
-    for count, predictor in zip(counts, itertools.cycle((Predictor.NONE, Predictor.DELTA))):
+    for i, count in enumerate(counts):
         steps = torch.full((blocks_of(count),), 4.0, dtype=dtype if dtype == torch.float64 else torch.float32)
-        x, added = values_of(count, count, dtype), values_of(count, count + 1, dtype)
-        frame = encode(REFERENCE, added, steps, Coding(Coder.HUFFMAN, predictor))
-        assert not count or frame[5] == ON_GPUS[Coder.HUFFMAN]
-        sums.append(Sum(x, steps, torch.empty_like(x), [frame], first=blocks_of(count)))
+        added = []
+        for j in range(i, i + inputs):
+            values = values_of(count, count + j + 1, dtype) / (1 + 15 * (j // 2 % 2))
+            coding = Coding(Coder.HUFFMAN, (Predictor.NONE, Predictor.DELTA)[j % 2])
+            added.append(encode(REFERENCE, values, steps, coding))
+            assert not count or added[-1][5] == ON_GPUS[Coder.HUFFMAN]
+        x = values_of(count, count, dtype)
+        sums.append(Sum(x, steps, torch.empty_like(x), added, first=blocks_of(count)))
     return sums
 
 
@@ -222,11 +225,71 @@ def test_sums_of_one_frame_beside_sums_of_several():
     sums = [*sums_of_pages([HUFFMAN32_PAGE + 9] * 2), *sums_of([HUFFMAN32_PAGE + 9, 5], len(CODINGS))]
     launcher = CountingLauncher(1)
     assert_same_values(CudaBackend(launcher), [sums[2], sums[0], sums[3], sums[1]])
-    assert launcher.launched == {"ncz_open": 1, "ncz_read_pages": 1, "ncz_decode_sum": 1}
+    assert launcher.launched == {"ncz_open": 1, "ncz_sum_pages": 1, "ncz_decode_sum": 1}
 
 
-def test_values_at_any_address_are_added_to_pages():
-    sums = sums_of_pages([HUFFMAN32_PAGE, 2 * HUFFMAN32_PAGE + 5])
+@pytest.mark.parametrize("inputs", [2, 5])
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["to nearest", "stochastic"])
+def test_several_huffman_frames_are_added_page_by_page(noise, inputs):
+    """To values, and to frames."""
+    sums = sums_of_pages([2 * HUFFMAN32_PAGE + 77, 0, HUFFMAN32_PAGE, CHUNK + 300], inputs=inputs)
+    assert_same_values(cuda(1), sums, noise)
+    for coding in (ONE_HUFFMAN, ONE_PASS[0]):
+        assert_same_sums(cuda(1), sums, coding, noise)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_huffman_frames_of_all_dtypes(dtype):
+    sums = sums_of_pages([HUFFMAN32_PAGE + 77], dtype, 3)
+    assert_same_values(cuda(1), sums, NOISE)
+    assert_same_sums(cuda(1), sums, ONE_HUFFMAN)
+
+
+def sum_that_is(wanted: torch.Tensor, addends: list[torch.Tensor]) -> Sum:
+    """Of codes as values and as HUFFMAN32 frames, `wanted` less the `addends` last."""
+    steps, last = torch.ones(blocks_of(wanted.numel())), wanted - sum(addends)
+    added = [encode(REFERENCE, each.float(), steps, ONE_HUFFMAN) for each in (*addends[1:], last)]
+    assert all(frame[5] == ON_GPUS[Coder.HUFFMAN] for frame in added)
+    return Sum(addends[0].float(), steps, torch.empty(wanted.numel()), added)
+
+
+def assert_is(total: Sum, wanted: torch.Tensor) -> None:
+    """As values, in place of its own, and as a frame."""
+    backend = cuda(1)
+    [frame] = frames_of(backend, [total], ONE_HUFFMAN)
+    assert frame[5] == ON_GPUS[Coder.HUFFMAN]
+    assert_same(decode_codes(backend, frame, wanted.numel()), wanted.int())
+    x = total.x.clone()
+    backend.decode_sums([total._replace(x=x, out=x)], [torch.ones_like(total.inverse_steps)])
+    assert_same(x, wanted.float())
+    backend.check()
+
+
+ENDS = torch.tensor([32767, 32768, -32768, -32769, 65535, 65536, -(1 << 23), 1 << 23])
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 4])
+def test_sums_of_any_size(inputs):
+    """Where 16 bits end, and far behind."""
+    wanted = torch.zeros(HUFFMAN32_PAGE, dtype=torch.int64)
+    wanted[::132][: 7 * len(ENDS)] = ENDS.repeat(7)  # which all lanes share out among them
+    seeds = (torch.Generator().manual_seed(i) for i in range(inputs))
+    small = [torch.randint(-1, 2, wanted.shape, generator=seed) for seed in seeds]
+    assert_is(sum_that_is(wanted, small), wanted)
+
+
+@pytest.mark.parametrize("end", ENDS.tolist())
+def test_sums_that_are_large_on_the_way(end):
+    """The first frames of one page add up to what 16 bits may not hold; the sum of all is small."""
+    large = torch.zeros(5 * HUFFMAN32_PAGE + 200, dtype=torch.int64)
+    large[2 * HUFFMAN32_PAGE + 133] = end
+    small = torch.randint(-9, 10, large.shape, generator=torch.Generator().manual_seed(1))
+    assert_is(sum_that_is(small, [torch.zeros_like(large), large, small]), small)
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_values_at_any_address_are_added_to_pages(inputs):
+    sums = sums_of_pages([HUFFMAN32_PAGE, 2 * HUFFMAN32_PAGE + 5], inputs=inputs)
     expected = decode_sums(REFERENCE, sums)
     values = [torch.cat([each.x[:1], each.x])[1:] for each in sums]
     backend = cuda(1, "address")
@@ -236,15 +299,30 @@ def test_values_at_any_address_are_added_to_pages():
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("inputs", [1, 3])
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_sums_of_pages_under_sanitizers(sanitizer):
-    assert_same_values(cuda(1, sanitizer), sums_of_pages([HUFFMAN32_PAGE + 9, 1000]), NOISE)
+def test_sums_of_pages_under_sanitizers(sanitizer, inputs):
+    sums = sums_of_pages([HUFFMAN32_PAGE + 9, 1000], inputs=inputs)
+    assert_same_values(cuda(1, sanitizer), sums, NOISE)
+    assert_same_sums(cuda(1, sanitizer), sums, ONE_HUFFMAN)
 
 
-def test_a_damaged_page_of_a_sum_is_reported():
-    """The other sums of the batch are right."""
-    sums = sums_of_pages([2 * HUFFMAN32_PAGE] * 3)
-    whole = decode_sums(REFERENCE, [sums[0], sums[2]])
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_large_sums_of_pages_under_sanitizers(sanitizer):
+    wanted = torch.zeros(HUFFMAN32_PAGE + 200, dtype=torch.int64)
+    wanted[::900] = 1 << 20
+    total = sum_that_is(wanted, [torch.zeros_like(wanted), wanted, wanted])
+    backend = cuda(1, sanitizer)
+    backend.decode_sums([total], [torch.ones_like(total.inverse_steps)])
+    assert_same(total.out, wanted.float())
+    backend.check()
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_a_damaged_page_of_a_sum_is_reported(inputs):
+    """The other sums of the batch are right. A frame that is made of it is spoiled."""
+    sums = sums_of_pages([2 * HUFFMAN32_PAGE] * 3, inputs=inputs)
+    whole, made = decode_sums(REFERENCE, [sums[0], sums[2]]), frames_of(REFERENCE, [sums[0], sums[2]], ONE_HUFFMAN)
     sums[1].frames[0][-700:-600] ^= 0x55
     backend = cuda(2)
     first, _, last = decode_sums(backend, sums)
@@ -252,6 +330,13 @@ def test_a_damaged_page_of_a_sum_is_reported():
     assert_same(last, whole[1])
     with pytest.raises(DamagedFrame):
         backend.check()
+    first, spoiled, last = frames_of(backend, sums, ONE_HUFFMAN)
+    assert_same(first, made[0])
+    assert_same(last, made[1])
+    with pytest.raises(DamagedFrame):
+        backend.check()
+    with pytest.raises(DamagedFrame, match="made of a frame that was damaged"):
+        REFERENCE.decode_codes(spoiled, torch.empty(2 * HUFFMAN32_PAGE, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -422,20 +507,20 @@ class NothingLauncher:
 @pytest.mark.parametrize("coding", [ONE_PASS[0], ONE_HUFFMAN, Coding()], ids=coding_name)
 @pytest.mark.parametrize("inputs", [0, 1, 3])
 def test_working_memory(coding, inputs):
-    """A code in memory takes 4 bytes. There are none unless frames are added up, or are added to a HUFFMAN frame."""
+    """Codes are in memory where frames are added up: 4 bytes for each of a sum, and 2 while several are added."""
     count, backend = 1 << 20, CudaBackend(NothingLauncher())
     steps, room = torch.ones(blocks_of(count)), torch.empty(max_frame_bytes(count), dtype=torch.uint8)
     received = [torch.zeros(count, dtype=torch.uint8)] * inputs
     total = Sum(torch.zeros(count), steps, room, received)
+    of_code = 4 * bool(inputs) + 2 * (inputs > 1)
+    beside = 0.01 * count + 5000 * inputs + (1 << 16)  # where chunks are, the codes of frames, and the sample
     with Borrowed() as written:
         backend.encode_sums([total], coding)
-    staged = 1 if inputs and coding != ONE_PASS[0] else 0
-    beside = 0.01 * count + 5000 * inputs + (1 << 16)  # where chunks are, the codes of frames, and the sample
-    assert written.bytes <= 4 * count * (inputs + staged) + beside
+    assert written.bytes <= of_code * count + beside
     if inputs:
         with Borrowed() as read:
             backend.decode_sums([total._replace(out=total.x)], [steps])
-        assert read.bytes <= 4 * count * (inputs if inputs > 1 else 0) + beside
+        assert read.bytes <= of_code * (inputs > 1) * count + beside
 
 
 LAUNCHES = {  # to encode, and to add frames to what is encoded
@@ -465,6 +550,6 @@ def test_launches(coding, monkeypatch):
         assert launches(decode_sums, sums) == 3
         assert launches(decode_sums, [each._replace(frames=each.frames[:1]) for each in sums]) == 2
         assert launches(CudaBackend.statistics_of, [each.x for each in sums]) == 1
-    monkeypatch.setattr(frames, "MOST_ELEMENTS", 6 * CHUNK)
+    monkeypatch.setattr(frames, "MOST_ELEMENTS", 3 * CHUNK)
     assert launches(CudaBackend.encode_sums, several, coding) == 3 * LAUNCHES[coding][1]
     assert_same_sums(cuda(1), several, coding)

@@ -4,6 +4,7 @@
 
 #ifdef __CUDACC_RTC__  // NVRTC has no headers; it knows size_t and memcpy without
 typedef unsigned char uint8_t;
+typedef short int16_t;
 typedef unsigned short uint16_t;
 typedef int int32_t;
 typedef unsigned int uint32_t;

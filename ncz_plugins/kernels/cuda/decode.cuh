@@ -15,7 +15,7 @@ union ToDecode {
 // damage all are written, of one whose tiles or pages are damaged perhaps some.
 NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_decode)(const __grid_constant__ Pieces pieces, NCZ_OPENED) {
     NCZ_SHARED(ToDecode, shared, 1);
-    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    Opened opened = {inputs, statuses, report, offsets, entries};
     int f = frame_number(pieces.n);
     const Piece& piece = pieces.of[f];
     const Input& input = inputs.of[f];
@@ -53,14 +53,14 @@ NCZ_DEVICE void store_sum(const Piece& piece, int chunk, const TileCodes& codes)
 }
 
 // The values that the sum of a piece's own codes and those of its frames stands for. They may stand where its values do. With a
-// block per chunk; of a piece with one HUFFMAN32 frame a block adds four pages, and the codes are never in memory. Of several
-// such frames they are, by ncz_read_pages. Of damaged frames as ncz_decode, but of several frames nothing is written.
+// block per chunk; of a piece with one HUFFMAN32 frame a block adds four pages. Several were added by ncz_sum_pages. Of damaged
+// frames as ncz_decode.
 template <class SourceOf>
 NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opened& opened, ToDecode& shared) {
     const Piece& piece = pieces.of[frame_number(pieces.n)];
     int chunk = int(unit_number(pieces.n));
     uint32_t entry = fetch_first_entry(piece, opened, chunk);
-    if (piece.inputs == 1 && opened.statuses[piece.first_input].header.coder == HUFFMAN32) {
+    if (is_added_by_reader(piece) && opened.statuses[piece.first_input].header.coder == HUFFMAN32) {
         auto put_of = [&](int64_t page) {
             int64_t at = page * PAGE + lane() * RUN;
             auto rows = source_of(piece).rows(at);
@@ -73,6 +73,7 @@ NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opene
     int64_t tile = tile_of(chunk);
     int length = length_of_tile(tile, piece.count);
     if (length == 0 || is_any_damaged(piece, opened.statuses)) return;
+    if (is_sum_of_pages(piece, opened.statuses)) return;
     TileWords& room = shared.tiles[warp()];
     uint32_t ahead = fetch_first_tile(piece, opened, entry, room);
     TileCodes codes = {};
@@ -84,14 +85,14 @@ NCZ_DEVICE void decode_sum(SourceOf source_of, const Pieces& pieces, const Opene
 
 NCZ_SUM_KERNEL(ncz_decode_sum)(const __grid_constant__ Pieces pieces, NCZ_OPENED) {
     NCZ_SHARED(ToDecode, shared, 1);
-    decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, *shared);
+    decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries}, *shared);
 }
 
 NCZ_RANDOM_SUM_KERNEL(ncz_decode_sum_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED) {
     NCZ_SHARED(ToDecode, shared, 1);
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
-    decode_sum(source_of, pieces, {inputs, statuses, report, offsets, entries, decoded}, *shared);
+    decode_sum(source_of, pieces, {inputs, statuses, report, offsets, entries}, *shared);
 }
 
 #define NCZ_DECODE_KERNELS(X) X(ncz_decode) X(ncz_decode_sum) X(ncz_decode_sum_at_random)

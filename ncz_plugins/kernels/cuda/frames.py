@@ -45,10 +45,9 @@ _ELEMENTS_TO_OPEN = 4 * CHUNK  # of a frame, that pay a block which adds up chec
 CHUNK_THREADS = 128  # of a thread block for a chunk, or for four pages of HUFFMAN32
 _FOUR_PAGES_A_BLOCK = {"elements": 4 * HUFFMAN32_PAGE}
 
-# A larger batch is split, so that working memory stays bounded: 4 bytes for each element of several HUFFMAN frames that
-# are added up, and 4 for each of their sum. A sum is never split. A sum beyond the second limit takes several launches.
+# A larger batch is split, so that working memory stays bounded: 6 bytes for each element where frames are added up. A
+# sum is never split.
 MOST_ELEMENTS = 1 << 24
-MOST_ADDED_ELEMENTS = 1 << 27
 
 # Sizes of the C++ structures of the same name.
 _WRITTEN_BYTES, _STATUS_BYTES = 32, 72
@@ -87,8 +86,7 @@ class Reader(NamedTuple):
         Args:
             frames: each frame with the number of its codes.
 
-        Returns: the arguments about frames that every kernel takes that reads frames. The last is memory for codes,
-            None here.
+        Returns: the arguments about frames that every kernel takes that reads frames.
         """
         frames = [(_where_words_are(frame), count) for frame, count in frames]
         first_chunks = list(accumulate((chunks_of(count) for _, count in frames), initial=0))
@@ -101,25 +99,15 @@ class Reader(NamedTuple):
         how = integer(self.sealed), integer(self.padded)
         arguments = inputs, *how, statuses, self.report, offsets, entries
         self.launcher.launch("ncz_open", OF_CODES, n * blocks, THREADS, *arguments)
-        return inputs, statuses, self.report, offsets, entries, None
-
-    def decoded(self, frames: list[tuple[Tensor, int]]) -> tuple:
-        """Like `opened`, and launch the kernel that decodes HUFFMAN32 to working memory."""
-        *opened, _ = self.opened(frames)
-        chunks = sum(chunks_of(count) for _, count in frames)
-        codes = self.launcher.empty(CHUNK * chunks, torch.int32, self.report.device)
-        blocks = max(1, -(-max(count for _, count in frames) // _FOUR_PAGES_A_BLOCK["elements"]))
-        self.launcher.launch("ncz_read_pages", OF_CODES, len(frames) * blocks, CHUNK_THREADS, *opened, codes)
-        return *opened, codes
+        return inputs, statuses, self.report, offsets, entries
 
 
 def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None) -> Tensor:
     """See `Backend.encode_sums`."""
     sizes = reader.launcher.empty(len(sums), torch.int64, reader.report.device)
     inputs = [len(each.frames) for each in sums]
-    elements = [each.x.numel() * max(1, n) for each, n in zip(sums, inputs)]
     written = [each._replace(out=_where_words_are(each.out)) for each in sums]
-    for part in _parts(elements, inputs):
+    for part in _parts([each.x.numel() for each in sums], inputs):
         _write_sums(reader, written[part], coding, noise, sizes[part])
     for each, its in zip(sums, written):
         if its.out is not each.out:
@@ -130,7 +118,7 @@ def encode_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
 def decode(reader: Reader, frames: Sequence[Decoding]) -> None:
     """See `Backend.decode_frames`."""
     for part in _parts([each.out.numel() for each in frames], [1] * len(frames)):
-        batch = _Batch(reader.launcher, [each.out.numel() for each in frames[part]])
+        batch = _Batch(reader.launcher, [each.out.numel() for each in frames[part]], reader.report.device)
         rows = [(each.out, each.scales, None, None, 0) for each in frames[part]]
         inputs = [(each.frame, each.out.numel()) for each in frames[part]]
         pieces = batch.pieces(rows, [1] * len(rows))
@@ -163,18 +151,18 @@ def _add_up(
     """Launch a kernel for sums whose results are not frames.
 
     Args:
-        results: (codes, values, scales) of each sum.
+        results: (codes, values, scales) of each sum. Codes are None where only values are wanted.
     """
     inputs = [len(each.frames) for each in sums]
-    for part in _parts([each.x.numel() * n for each, n in zip(sums, inputs)], inputs):
-        batch = _Batch(reader.launcher, [each.x.numel() for each in sums[part]])
-        each_with_its = list(zip(sums[part], results[part]))
-        rows = [(each.x, each.inverse_steps, codes, None, each.first) for each, (codes, *_) in each_with_its]
-        pieces = batch.pieces(rows, inputs[part], [values for _, (_, *values) in each_with_its])
-        # decode_sum decodes the only frame of a sum by itself.
-        read = reader.opened if kernel == "decode_sum" and max(inputs[part]) <= 1 else reader.decoded
-        opened = read([(frame, each.x.numel()) for each in sums[part] for frame in each.frames])
-        batch.launch_values(kernel, sums[0].x.dtype, pieces, noise, *opened, *arguments)
+    for part in _parts([each.x.numel() for each in sums], inputs):
+        batch = _Batch(reader.launcher, [each.x.numel() for each in sums[part]], reader.report.device)
+        codes = [each_codes for each_codes, *_ in results[part]]
+        if codes[0] is None and max(inputs[part]) > 1:
+            codes = batch.room_for_codes()  # of sums of frames of different coders
+        rows = [(each.x, each.inverse_steps, c, None, each.first) for each, c in zip(sums[part], codes)]
+        pieces = batch.pieces(rows, inputs[part], [values for _, *values in results[part]])
+        frames = [(frame, each.x.numel()) for each in sums[part] for frame in each.frames]
+        batch.add_up(kernel, sums[0].x.dtype, pieces, max(inputs[part]), noise, reader.opened(frames), *arguments)
 
 
 def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Noise | None, sizes: Tensor) -> None:
@@ -183,36 +171,32 @@ def _write_sums(reader: Reader, sums: Sequence[Sum], coding: Coding, noise: Nois
     inputs = [(frame, each.x.numel()) for each in sums for frame in each.frames]
     dtype, values = sums[0].x.dtype, [(each.x, each.inverse_steps) for each in sums]
     outs = [(each.out, each.first) for each in sums]
-    at_once = MOST_INPUTS if len(sums) > 1 else _inputs_at_once(sums[0].x.numel())
-    if is_one_pass(coding) and len(inputs) <= at_once:
-        pieces = writer.pieces([(*v, None, *o) for v, o in zip(values, outs)], [len(each.frames) for each in sums])
-        if inputs:
-            opened = reader.decoded(inputs)
-            writer.launch_values("sum_planes", dtype, pieces, noise, *opened, integer(coding.predictor), *writer.noted)
-        else:
-            writer.launch_values("encode_planes", dtype, pieces, noise, integer(coding.predictor), *writer.unchosen)
-        return
     # Values become codes while they are written, unless frames are added to them.
     codes = writer.room_for_codes() if inputs else [None] * len(sums)
     rows = [(*v, c, *o) for v, c, o in zip(values, codes, outs)]
+    shares = [len(each.frames) for each in sums]
+    if is_one_pass(coding) and len(inputs) <= MOST_INPUTS:
+        pieces, predictor = writer.pieces(rows, shares), integer(coding.predictor)
+        if inputs:
+            opened = reader.opened(inputs)
+            how = predictor, *writer.noted
+            writer.add_up("sum_planes", dtype, pieces, max(shares), noise, opened, *how, adds=False)
+        else:
+            writer.launch_values("encode_planes", dtype, pieces, noise, predictor, *writer.unchosen)
+        return
     if not inputs:
         writer.encode(writer.pieces(rows), dtype, noise)
         return
     # Several launches are needed only for a sum of more frames than one launch takes. It is the only sum then.
-    shares = [len(each.frames) for each in sums] if len(inputs) <= at_once else [at_once]
-    opened = reader.decoded(inputs[:at_once])
-    writer.launch_values("sum_codes", dtype, writer.pieces(rows, shares), noise, *opened, *writer.noted)
-    for start in range(at_once, len(inputs), at_once):
-        more = inputs[start : start + at_once]
-        opened = reader.decoded(more)
-        pieces = writer.pieces(rows, [len(more)])
-        writer.launch("decode_codes", OF_CODES, pieces, *opened, *writer.noted, integer(True))
+    shares = shares if len(inputs) <= MOST_INPUTS else [MOST_INPUTS]
+    pieces, opened = writer.pieces(rows, shares), reader.opened(inputs[:MOST_INPUTS])
+    writer.add_up("sum_codes", dtype, pieces, max(shares), noise, opened, *writer.noted)
+    codes_alone = [(None, None, *row[2:]) for row in rows]
+    for start in range(MOST_INPUTS, len(inputs), MOST_INPUTS):
+        more = inputs[start : start + MOST_INPUTS]
+        pieces, opened = writer.pieces(codes_alone, [len(more)]), reader.opened(more)
+        writer.add_up("decode_codes", OF_CODES, pieces, len(more), None, opened, *writer.noted, integer(True))
     writer.encode(writer.pieces(rows))
-
-
-def _inputs_at_once(count: int) -> int:
-    """Number of frames of `count` codes that one launch adds up."""
-    return min(MOST_INPUTS, max(1, MOST_ADDED_ELEMENTS // max(1, count)))
 
 
 # ------------------------------------------------------------------ codes
@@ -235,10 +219,10 @@ def encode_codes(launcher: Recorder, codes: Tensor, coding: Coding, frame: Tenso
 
 def decode_codes(reader: Reader, frame: Tensor, codes: Tensor, add: bool) -> None:
     """See `Backend.decode_codes`."""
-    batch = _Batch(reader.launcher, [codes.numel()])
+    batch = _Batch(reader.launcher, [codes.numel()], codes.device)
     pieces = batch.pieces([(None, None, codes, None, 0)], [1])
-    opened = reader.decoded([(frame, codes.numel())])
-    batch.launch("decode_codes", OF_CODES, pieces, *opened, None, None, integer(add))
+    opened = reader.opened([(frame, codes.numel())])
+    batch.add_up("decode_codes", OF_CODES, pieces, 1, None, opened, None, None, integer(add), adds=add)
 
 
 # ------------------------------------------------------------------ parts
@@ -266,9 +250,10 @@ def parts_of_tensors(count: int) -> Iterator[slice]:
 class _Batch:
     """Launches for several frames. Each frame gets as many thread blocks as the largest needs."""
 
-    def __init__(self, launcher: Recorder, counts: list[int]):
+    def __init__(self, launcher: Recorder, counts: list[int], device: torch.device):
         self._launcher = launcher
         self._counts = counts
+        self._device = device
         self._first_chunks = [0, *accumulate(map(chunks_of, counts))]
 
     def pieces(self, rows: list[tuple], inputs: list[int] | None = None, sums: list[tuple] | None = None) -> Table:
@@ -301,6 +286,35 @@ class _Batch:
         else:
             self.launch(f"{kernel}_at_random", dtype, pieces, noise_argument(noise), *arguments, **how)
 
+    def add_up(
+        self,
+        kernel: str,
+        dtype: torch.dtype,
+        pieces: Table,
+        most: int,
+        noise: Noise | None,
+        opened: tuple,
+        *arguments,
+        adds: bool = True,
+    ) -> None:
+        """Launch a kernel that adds up to `most` frames to each piece, and before it the one for HUFFMAN32's pages.
+
+        Args:
+            opened: arguments about these frames.
+            arguments: more of the kernel.
+            adds: whether the first of these kernels adds own values or codes, too.
+        """
+        if kernel != "decode_sum" or most > 1:  # which adds the only frame of a piece by itself
+            sums = self._launcher.empty((most > 1) * CHUNK * self._first_chunks[-1], torch.int16, self._device)
+            how = *opened, sums, integer(adds)
+            self.launch_values("sum_pages", dtype, pieces, noise, *how, **_FOUR_PAGES_A_BLOCK)
+        self.launch_values(kernel, dtype, pieces, noise, *opened, *arguments)
+
+    def room_for_codes(self) -> list[Tensor]:
+        """Working memory for the codes of each frame."""
+        room = self._launcher.empty(self._first_chunks[-1] * CHUNK, torch.int32, self._device)
+        return [room[first * CHUNK :][:count] for first, count in zip(self._first_chunks, self._counts)]
+
 
 class _Writer(_Batch):
     """Launches that write frames, and the working memory that they share.
@@ -316,20 +330,14 @@ class _Writer(_Batch):
     """
 
     def __init__(self, launcher: Recorder, coding: Coding, counts: list[int], sizes: Tensor):
-        super().__init__(launcher, counts)
+        super().__init__(launcher, counts, sizes.device)
         n, chunks = len(counts), self._first_chunks[-1]
         huffman = coding.coder in (Coder.HUFFMAN, Coder.AUTO)  # PLANES needs none of its memory
         lengths = _WRITTEN_BYTES * n, huffman * 8 * (chunks + n), huffman * _HUFFMAN_ENCODING_BYTES * n
         written, self._places, self._huffman = _sections(launcher, sizes.device, *lengths, zeros=True)
         self._coding = coding
-        self._device = sizes.device
         self.noted = written, sizes
         self.unchosen = integer(False), *self.noted
-
-    def room_for_codes(self) -> list[Tensor]:
-        """Working memory for the codes of each frame."""
-        room = self._launcher.empty(self._first_chunks[-1] * CHUNK, torch.int32, self._device)
-        return [room[first * CHUNK :][:count] for first, count in zip(self._first_chunks, self._counts)]
 
     def encode(self, pieces: Table, dtype: torch.dtype | None = None, noise: Noise | None = None) -> None:
         """Choose what is still open, then launch all coders that may have been chosen.

@@ -231,14 +231,3 @@ NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int part
     fill_entries(shared, stored, is_gapped, entries, reinterpret_cast<int*>(sums));
     return 0;
 }
-
-// Of HUFFMAN32 frames that were opened, the codes.
-NCZ_KERNEL_OF(PAGE_THREADS, PAGE_BLOCKS, ncz_read_pages)(NCZ_OPENED) {
-    NCZ_SHARED(PagesToRead, shared, 1);
-    int f = frame_number(inputs.n);
-    int32_t* codes_of_frame = decoded + int64_t(inputs.of[f].first_chunk) * CHUNK;
-    auto put_of = [&](int64_t page) { return PutCodes{codes_of_frame + page * PAGE + lane() * RUN}; };
-    decode_pages(put_of, f, unit_number(inputs.n), Opened{inputs, statuses, report, offsets, entries, decoded}, *shared);
-}
-
-#define NCZ_HUFFMAN_KERNELS(X) X(ncz_read_pages)

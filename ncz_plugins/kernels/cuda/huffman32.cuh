@@ -3,7 +3,7 @@
 //
 //     ncz_encode_pages   pages from values or codes, in one pass: each in shared memory, then to its place
 //     decode_pages       in ncz_decode, ncz_decode_sum     from pages to values, or to sums
-//     ncz_read_pages     from pages to codes, for kernels that add them up
+//     ncz_sum_pages      sums of the pages of several frames, to values or to codes
 //
 // The rows of a page's 16-bit words alternate between lanes, so that a warp copies a page side by side and its lanes read words
 // from different banks of shared memory.
@@ -26,6 +26,8 @@ constexpr int PAGE_BLOCKS = 4;  // more would spill
 #else
 constexpr int PAGE_BLOCKS = 7;
 #endif
+
+constexpr int PAGE_SUM_BLOCKS = PAGE_BLOCKS == 7 ? 6 : PAGE_BLOCKS;  // of blocks that add up pages
 
 constexpr unsigned LETTERS = TOKENS + 1;  // with ESCAPE; those of gaps are fewer
 constexpr unsigned HUFFMAN_WHOLE = 1u << HUFFMAN_MAX_LENGTH;  // the Kraft sum of a complete code
@@ -657,7 +659,7 @@ NCZ_DEVICE int length_of_lane(int length) {
 // every lane ended where it should.
 template <class Read, bool IS_WHOLE, class Put>
 NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int32_t predictor, const uint16_t* entries,
-                             const Put& put) {
+                             Put& put) {
     if (IS_WHOLE) length = int(PAGE);
     LaneReader reader(page.rows[0] + lane());
     Read read(reader, entries, length_of_lane(length));
@@ -698,7 +700,7 @@ NCZ_DEVICE bool decode_lanes(const PageMemory& page, int words, int length, int3
     return !__any_sync(ALL_LANES, is_wrong);
 }
 
-// What becomes of a page's codes, each lane's runs: values, sums, or the codes themselves.
+// What becomes of a page's codes, each lane's runs: values, or sums with own ones.
 struct PutValues {
     Element* to;
     const Scale* scales;
@@ -733,29 +735,24 @@ struct PutSums {
         store_run(to + row * ROW, n, values);
     }
 };
-struct PutCodes {
-    int32_t* to;
 
-    typedef int Ahead;
-    NCZ_DEVICE Ahead ahead(int, int) const { return 0; }
-    NCZ_DEVICE void run(int row, int n, const int32_t (&codes)[RUN], int) const { store_run(to + row * ROW, n, codes); }
-};
-
-// Decodes the pages of block `number` of input `i`, if it is a HUFFMAN32 frame without other damage, and says in its status if one
-// is damaged. `put_of` gives what takes the rows of a page.
-template <class PutOf>
-NCZ_DEVICE void decode_pages(PutOf put_of, int i, int64_t number, const Opened& opened, PagesToRead& shared) {
-    const Input& input = opened.inputs.of[i];
-    Status& status = opened.statuses[i];
-    int64_t count = input.count, blocks = page_blocks_of(count);
-    if (number >= blocks || status.result || status.header.coder != HUFFMAN32) return;
+// Starts to copy what decoders of input `i` look codes up in. By the whole block.
+NCZ_DEVICE void fetch_entries(const Opened& opened, int i, PagesToRead& shared) {
     const uint32_t* from = reinterpret_cast<const uint32_t*>(opened.entries + i * HUFFMAN_WHOLE);
     for (int at = int(threadIdx.x); at < int(HUFFMAN_WHOLE) / 2; at += PAGE_THREADS)
         copy_async(reinterpret_cast<uint32_t*>(shared.entries) + at, from + at);
-    int64_t page = number * PAGE_WARPS + warp();
-    int length = length_of_huffman_page(page, count), words = 0;
+}
+
+// Decodes this warp's `page` of input `i`, of `length` codes. A page that is damaged is told of in the input's status, but not in
+// `result`, which other blocks look at meanwhile. By the whole block.
+template <class Put>
+NCZ_DEVICE void decode_page(const Opened& opened, int i, int64_t page, int length, PagesToRead& shared, Put& put) {
+    fetch_entries(opened, i, shared);
+    Status& status = opened.statuses[i];
+    const Input& input = opened.inputs.of[i];
     PageMemory& memory = shared.pages[warp()];
     bool is_whole = true;
+    int words = 0;
     if (length) {
         PlacedPage placed = placed_page(opened.offsets[input.first_chunk + page]);
         is_whole = load_page(payload_words(input.frame) + placed.offset / 4, placed.words, memory, words);
@@ -765,14 +762,165 @@ NCZ_DEVICE void decode_pages(PutOf put_of, int i, int64_t number, const Opened& 
     int32_t predictor = status.header.predictor;
     bool is_gapped = status.header.width == GAPPED;
     if (length && is_whole && is_gapped)
-        is_whole = decode_lanes<ReadGaps, false>(memory, words, length, predictor, shared.entries, put_of(page));
+        is_whole = decode_lanes<ReadGaps, false>(memory, words, length, predictor, shared.entries, put);
     else if (length == PAGE && is_whole)
-        is_whole = decode_lanes<ReadTokens, true>(memory, words, length, predictor, shared.entries, put_of(page));
+        is_whole = decode_lanes<ReadTokens, true>(memory, words, length, predictor, shared.entries, put);
     else if (length && is_whole)
-        is_whole = decode_lanes<ReadTokens, false>(memory, words, length, predictor, shared.entries, put_of(page));
-    // Not in `result`, which other blocks look at meanwhile.
+        is_whole = decode_lanes<ReadTokens, false>(memory, words, length, predictor, shared.entries, put);
     if (!is_whole && lane() == 0 && record(status, damaged(DAMAGED_PAGE)))
         report_damage(damaged(DAMAGED_PAGE), status, opened.report);
 }
 
-#define NCZ_HUFFMAN32_KERNELS(X) X(ncz_encode_pages) X(ncz_encode_pages_at_random) X(ncz_encode_pages_of_codes)
+// Decodes the pages of block `number` of input `i`, if it is a HUFFMAN32 frame without other damage. `put_of` gives what takes the
+// rows of a page.
+template <class PutOf>
+NCZ_DEVICE void decode_pages(PutOf put_of, int i, int64_t number, const Opened& opened, PagesToRead& shared) {
+    const Status& status = opened.statuses[i];
+    int64_t count = opened.inputs.of[i].count, page = number * PAGE_WARPS + warp();
+    if (number >= page_blocks_of(count) || status.result || status.header.coder != HUFFMAN32) return;
+    auto put = put_of(page);
+    decode_page(opened, i, page, length_of_huffman_page(page, count), shared, put);
+}
+
+// ------------------------------------------------------------------ sums of several frames
+
+// What the codes of a frame are added to.
+enum class Onto { NOTHING, VALUES, CODES, NARROW };
+
+// Takes the rows of a page of one frame after the other, and adds them up: the first to own values, the others to what those before
+// have left. That has 16 bits for each code, unless some don't fit. The last gives codes or values.
+template <class Rows>
+struct PutShares {
+    Rows own;  // this and the following begin with this lane's first run
+    int16_t* narrow;
+    int32_t* codes;
+    Element* values;  // null: codes are wanted
+    const Scale* scales;
+    Onto onto;
+    bool is_last;
+    bool is_wide;  // whether what is left has 32 bits, and stands in `codes`
+    int over;      // not 0 if some code didn't fit in 16 bits
+
+    // A run that is added to, and the inverse step of values, or the scale of what they become: never both.
+    struct Ahead {
+        uint32_t run[sizeof(Element) == 8 ? 8 : 4];
+        Scale step;
+    };
+    template <class Run>
+    NCZ_DEVICE static void keep(const Run& run, Ahead& ahead) {
+        memcpy(ahead.run, &run, sizeof run);
+    }
+    template <class Run>
+    NCZ_DEVICE static Run kept(const Ahead& ahead) {
+        Run run;
+        memcpy(&run, ahead.run, sizeof run);
+        return run;
+    }
+    NCZ_DEVICE Ahead ahead(int row, int n) const {
+        Ahead ahead;
+        if (onto == Onto::VALUES) {
+            FetchedFloats fetched = own.fetch(row, n);
+            ahead.step = fetched.inverse_step;
+            keep(fetched.run, ahead);
+        } else if (onto == Onto::CODES) {
+            keep(PlainCodes::Rows{codes}.fetch(row, n), ahead);
+        } else if (onto == Onto::NARROW) {
+            LaneRun<int16_t> left;
+            left.load(narrow + row * ROW);
+            keep(left, ahead);
+        }
+        if (is_last && values) ahead.step = scales[row];
+        return ahead;
+    }
+    NCZ_DEVICE void run(int row, int n, const int32_t (&codes_of_frame)[RUN], const Ahead& ahead) {
+        int32_t total[RUN] = {};
+        if (onto == Onto::VALUES) {
+            own.codes_of(FetchedFloats{kept<LaneRun<Element>>(ahead), ahead.step}, row, total);
+        } else if (onto == Onto::CODES) {
+            kept<LaneRun<int32_t>>(ahead).get(total);
+        } else if (onto == Onto::NARROW) {
+            int16_t left[RUN];
+            kept<LaneRun<int16_t>>(ahead).get(left);
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) total[i] = left[i];
+        }
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) total[i] = sum(total[i], codes_of_frame[i]);
+        if (is_last && values) {
+            Element sums[RUN];
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) sums[i] = value_of(total[i], ahead.step);
+            store_run(values + row * ROW, n, sums);
+        } else if (is_last || is_wide) {
+            store_run(codes + row * ROW, n, total);
+        } else {
+            int16_t left[RUN];
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) {
+                left[i] = int16_t(total[i]);
+                over |= left[i] ^ total[i];
+            }
+            LaneRun<int16_t>::of(left).store(narrow + row * ROW);
+        }
+    }
+};
+
+// Shared memory of a block.
+struct PagesToAdd {
+    PagesToRead reading;
+    uint32_t is_over;  // whether 16 bits were too few for some code
+};
+
+// Adds the HUFFMAN32 frames of each piece, unless ncz_decode_sum does so by itself, to the codes of its own values or, if it has
+// none, to those that stand there; without `adds`, to nothing. The sum becomes what is wanted, or codes if the piece has frames of
+// other coders, which other kernels add. A warp has one page, of all frames.
+template <class SourceOf>
+NCZ_DEVICE void sum_pages(SourceOf source_of, const Pieces& pieces, const Opened& opened, int16_t* sums, int adds,
+                          PagesToAdd& shared) {
+    const Piece& piece = pieces.of[frame_number(pieces.n)];
+    int64_t number = unit_number(pieces.n), page = number * PAGE_WARPS + warp();
+    int frames = frames_of_pages(piece, opened.statuses);
+    bool is_all = is_sum_of_pages(piece, opened.statuses);
+    if (number >= page_blocks_of(piece.count) || !frames || is_added_by_reader(piece)) return;
+    if (threadIdx.x == 0) shared.is_over = 0;
+    int64_t at = page * PAGE + lane() * RUN;
+    auto own = source_of(piece).rows(at);
+    PutShares<decltype(own)> put = {own, sums + int64_t(piece.first_chunk) * CHUNK + at, piece.codes + at};
+    put.values = piece.sum && is_all ? static_cast<Element*>(piece.sum) + at : nullptr;
+    put.scales = static_cast<const Scale*>(piece.scales) + page * PAGE_ROWS;
+    put.is_wide = !piece.values;
+    Onto first = !piece.values ? (adds ? Onto::CODES : Onto::NOTHING) : is_all && adds ? Onto::VALUES : Onto::NOTHING;
+    int length = length_of_huffman_page(page, piece.count);
+    unsigned input = piece.first_input;
+#pragma unroll 1
+    for (int done = 0; done < frames; ++input) {
+        if (opened.statuses[input].header.coder != HUFFMAN32) continue;
+        put.onto = done == 0 ? first : put.is_wide ? Onto::CODES : Onto::NARROW;
+        put.is_last = ++done == frames;
+        put.over = 0;
+        decode_page(opened, int(input), page, length, shared.reading, put);
+        if (put.over) atomicOr(&shared.is_over, 1u);
+        __syncthreads();  // also because the next frame's code comes to where this one's was
+        if (shared.is_over && !put.is_wide) {  // once more, with room for any code
+            put.is_wide = true;
+            done = 0;
+            input = piece.first_input - 1;
+        }
+    }
+}
+
+NCZ_KERNEL_OF(PAGE_THREADS, PAGE_SUM_BLOCKS, ncz_sum_pages)
+(const __grid_constant__ Pieces pieces, NCZ_OPENED, int16_t* sums, int adds) {
+    NCZ_SHARED(PagesToAdd, shared, 1);
+    sum_pages(floats_of, pieces, {inputs, statuses, report, offsets, entries}, sums, adds, *shared);
+}
+
+NCZ_KERNEL_OF(PAGE_THREADS, PAGE_SUM_BLOCKS, ncz_sum_pages_at_random)
+(const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, int16_t* sums, int adds) {
+    NCZ_SHARED(PagesToAdd, shared, 1);
+    auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
+    sum_pages(source_of, pieces, {inputs, statuses, report, offsets, entries}, sums, adds, *shared);
+}
+
+#define NCZ_HUFFMAN32_KERNELS(X)                                                                                      \
+    X(ncz_encode_pages) X(ncz_encode_pages_at_random) X(ncz_encode_pages_of_codes) X(ncz_sum_pages) X(ncz_sum_pages_at_random)

@@ -25,7 +25,7 @@
 
 #if NCZ_DTYPE == 0  // what works on codes alone is in this module only
 #include "open.cuh"
-#define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X) NCZ_SELECT_KERNELS(X) NCZ_HUFFMAN_KERNELS(X) NCZ_OPEN_KERNELS(X)
+#define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X) NCZ_SELECT_KERNELS(X) NCZ_OPEN_KERNELS(X)
 #else
 #define NCZ_KERNELS(X) NCZ_MODULE_KERNELS(X)
 #endif

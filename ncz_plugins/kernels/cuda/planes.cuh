@@ -295,18 +295,16 @@ NCZ_CHUNK_KERNEL(ncz_encode_planes_of_codes)
 // ------------------------------------------------------------------ reading
 
 // Frames that were opened, as all kernels that read some get them: how they are, where kernels leave damage, and what they
-// know of the pages of HUFFMAN32 (huffman32.cuh), and the codes of frames that were decoded to memory.
+// know of the pages of HUFFMAN32 (huffman32.cuh).
 struct Opened {
     const Inputs& inputs;
     Status* statuses;
     Status* report;
     const long long* offsets;
     const uint16_t* entries;
-    int32_t* decoded;
 };
-#define NCZ_OPENED                                                                                                    \
-    const __grid_constant__ Inputs inputs, Status *statuses, Status *report, const long long *offsets, const uint16_t *entries, \
-        int32_t *decoded
+#define NCZ_OPENED \
+    const __grid_constant__ Inputs inputs, Status *statuses, Status *report, const long long *offsets, const uint16_t *entries
 
 // Shared memory for a warp's tile while it is read, so that all its words are on their way together.
 struct TileWords {
@@ -374,6 +372,26 @@ NCZ_DEVICE bool has_any_residuals(const Piece& piece, const Status* statuses) {
     return has_any;
 }
 
+// How many of a piece's frames are HUFFMAN32; 0 if ncz_open found damage in one.
+NCZ_DEVICE int frames_of_pages(const Piece& piece, const Status* statuses) {
+    int found = 0;
+    for (unsigned i = 0; i < piece.inputs; ++i) {
+        const Status& status = statuses[piece.first_input + i];
+        if (status.result) return 0;
+        found += status.header.coder == HUFFMAN32;
+    }
+    return found;
+}
+
+// Whether ncz_decode_sum adds the only frame of a piece, whatever its coder is. Else ncz_sum_pages adds those that are HUFFMAN32.
+NCZ_DEVICE bool is_added_by_reader(const Piece& piece) { return piece.sum && piece.inputs == 1; }
+
+// Whether ncz_sum_pages makes all of a piece's sum.
+NCZ_DEVICE bool is_sum_of_pages(const Piece& piece, const Status* statuses) {
+    int frames = frames_of_pages(piece, statuses);
+    return frames && frames == int(piece.inputs);
+}
+
 // What a sum asks for before it reads the values that are added, as it takes longest to come.
 NCZ_DEVICE uint32_t fetch_first_entry(const Piece& piece, const Opened& opened, int chunk) {
     return piece.inputs ? fetch_entry(opened.inputs.of[piece.first_input], chunk) : 0;
@@ -388,13 +406,15 @@ NCZ_DEVICE uint32_t fetch_first_tile(const Piece& piece, const Opened& opened, u
     return fetch_tile(opened.inputs.of[piece.first_input], status, entry, room);
 }
 
-// Adds the codes of this warp's tile of all frames of a piece, of which `ahead` is what fetch_first_tile gave. Whether all of
-// them are as they must be.
+// Adds the codes of this warp's tile of all frames of a piece, of which `ahead` is what fetch_first_tile gave: of HUFFMAN32 frames
+// what ncz_sum_pages left. Whether all of them are as they must be.
 NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, int length, uint32_t ahead,
                            TileWords& room, TileCodes& codes) {
+    if (length == 0) return true;
+    if (piece.values && frames_of_pages(piece, opened.statuses))
+        add_tile<1>(codes_of(piece), tile_of(chunk) * TILE, length, codes);
     int begin = int(piece.first_input), end = begin + int(piece.inputs);
     bool has_any = has_any_residuals(piece, opened.statuses), is_whole = true;
-    if (length == 0) return true;
     // Sums of residuals are residuals of sums, so that one pass makes codes of all.
     int32_t all_first = has_any ? to_residuals(codes) : 0;
 #pragma unroll 1
@@ -403,12 +423,7 @@ NCZ_DEVICE bool add_inputs(const Piece& piece, const Opened& opened, int chunk, 
         for (int i = begin; i < end; ++i) {
             const Input& input = opened.inputs.of[i];
             const Status& status = opened.statuses[i];
-            if (has_residuals(status) != (pass == 0)) continue;
-            if (status.header.coder != PLANES) {
-                int64_t first = (int64_t(input.first_chunk) * TILES_OF_CHUNK + tile_of(chunk)) * TILE;
-                add_tile<1>(PlainCodes{opened.decoded}, first, length, codes);
-                continue;
-            }
+            if (status.header.coder != PLANES || has_residuals(status) != (pass == 0)) continue;
             uint32_t word = i == begin ? ahead : NO_TILE;
             if (word == NO_TILE) word = fetch_tile(input, status, fetch_entry(input, chunk), room);
             int32_t first = 0;
@@ -441,36 +456,44 @@ NCZ_DEVICE bool is_spoiled(const Piece& piece, int f, int64_t chunk, const Opene
 template <class SourceOf>
 NCZ_DEVICE void sum_planes(SourceOf source_of, const Pieces& pieces, const Opened& opened, int32_t predictor,
                            const Writing& writing, TileWords* rooms, Placing& shared) {
-    int f = frame_number(pieces.n);
+    int f = frame_number(pieces.n), chunk = int(unit_number(pieces.n));
     const Piece& piece = pieces.of[f];
-    int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
-    uint32_t entry = fetch_first_entry(piece, opened, int(chunk));
+    int64_t tile = tile_of(chunk);
+    uint32_t entry = fetch_first_entry(piece, opened, chunk);
     if (chunk >= written_chunks(piece) || is_spoiled(piece, f, chunk, opened, writing)) return;
     int length = length_of_tile(tile, piece.count);
     uint32_t ahead = fetch_first_tile(piece, opened, entry, rooms[warp()]);
     TileCodes codes = {};
     add_tile(source_of(piece), tile * TILE, length, codes);
-    bool is_whole = add_inputs(piece, opened, int(chunk), length, ahead, rooms[warp()], codes);
-    write_chunk(codes, chunk, length, is_whole, predictor, f, piece, writing, shared);
+    bool is_whole = add_inputs(piece, opened, chunk, length, ahead, rooms[warp()], codes);
+    find_again(chunk);
+    f = int(blockIdx.x) - chunk * pieces.n;
+    const Piece& same = pieces.of[f];
+    length = length_of_tile(tile_of(chunk), same.count);
+    write_chunk(codes, chunk, length, is_whole, predictor, f, same, writing, shared);
 }
 
 // The same to a piece's codes in memory, for the other coders; without `adds`, of the frames alone.
 template <class SourceOf>
 NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, const Opened& opened,
                           const Writing& writing, TileWords* rooms) {
-    int f = frame_number(pieces.n);
+    int f = frame_number(pieces.n), chunk = int(unit_number(pieces.n));
     const Piece& piece = pieces.of[f];
-    int64_t chunk = unit_number(pieces.n), tile = tile_of(chunk);
-    uint32_t entry = fetch_first_entry(piece, opened, int(chunk));
+    int64_t tile = tile_of(chunk);
+    uint32_t entry = fetch_first_entry(piece, opened, chunk);
     if (is_spoiled(piece, f, chunk, opened, writing)) return;
+    if (is_sum_of_pages(piece, opened.statuses)) return;
     int length = length_of_tile(tile, piece.count);
     uint32_t ahead = fetch_first_tile(piece, opened, entry, rooms[warp()]);
     TileCodes codes = {};
     if (adds) add_tile(source_of(piece), tile * TILE, length, codes);
-    bool is_whole = add_inputs(piece, opened, int(chunk), length, ahead, rooms[warp()], codes);
-    store_tile(piece.codes + tile * TILE, length, codes);
-    if (is_whole || lane() || !piece.frame) return;
-    if (!atomicOr(&writing.written[f].misfits, 1u)) spoil(piece, f, writing);
+    bool is_whole = add_inputs(piece, opened, chunk, length, ahead, rooms[warp()], codes);
+    find_again(chunk);
+    f = int(blockIdx.x) - chunk * pieces.n;
+    const Piece& same = pieces.of[f];
+    store_tile(same.codes + tile_of(chunk) * TILE, length_of_tile(tile_of(chunk), same.count), codes);
+    if (is_whole || lane() || !same.frame) return;
+    if (!atomicOr(&writing.written[f].misfits, 1u)) spoil(same, f, writing);
 }
 
 // Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor; with more, they would spill.
@@ -489,7 +512,7 @@ NCZ_SUM_KERNEL(ncz_sum_planes)
 (const __grid_constant__ Pieces pieces, NCZ_OPENED, int predictor, Written* written, long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
     NCZ_SHARED(Placing, shared, 1);
-    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    Opened opened = {inputs, statuses, report, offsets, entries};
     sum_planes(floats_of, pieces, opened, predictor, Writing{written, sizes}, rooms, *shared);
 }
 
@@ -498,7 +521,7 @@ NCZ_RANDOM_SUM_KERNEL(ncz_sum_planes_at_random)
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
     NCZ_SHARED(Placing, shared, 1);
-    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    Opened opened = {inputs, statuses, report, offsets, entries};
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
     sum_planes(source_of, pieces, opened, predictor, Writing{written, sizes}, rooms, *shared);
 }
@@ -507,15 +530,15 @@ NCZ_RANDOM_SUM_KERNEL(ncz_sum_planes_at_random)
 NCZ_SUM_KERNEL(ncz_sum_codes)
 (const __grid_constant__ Pieces pieces, NCZ_OPENED, Written* written, long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
-    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    Opened opened = {inputs, statuses, report, offsets, entries};
     sum_codes(floats_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
 
-NCZ_SUM_KERNEL(ncz_sum_codes_at_random)
+NCZ_RANDOM_SUM_KERNEL(ncz_sum_codes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, Written* written,
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
-    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    Opened opened = {inputs, statuses, report, offsets, entries};
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };
     sum_codes(source_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
@@ -524,7 +547,7 @@ NCZ_SUM_KERNEL(ncz_sum_codes_at_random)
 NCZ_SUM_KERNEL(ncz_decode_codes)
 (const __grid_constant__ Pieces pieces, NCZ_OPENED, Written* written, long long* sizes, int add) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
-    Opened opened = {inputs, statuses, report, offsets, entries, decoded};
+    Opened opened = {inputs, statuses, report, offsets, entries};
     sum_codes(codes_of, add != 0, pieces, opened, Writing{written, sizes}, rooms);
 }
 

@@ -279,6 +279,12 @@ struct PlainCodes {
             run.load(codes + row * ROW);
             return run;
         }
+        // The first `n` of a run, at any address.
+        NCZ_DEVICE Fetched fetch(int row, int n) const {
+            int32_t own[RUN];
+            load_run(codes + row * ROW, n, own);
+            return Fetched::of(own);
+        }
         NCZ_DEVICE void codes_of(const Fetched& fetched, int, int32_t (&own)[RUN]) const { fetched.get(own); }
     };
     NCZ_DEVICE bool has_runs() const { return LaneRun<int32_t>::is_aligned(codes); }
