@@ -402,7 +402,8 @@ def _simulated(
 def _recursive_halving(group: Group, nbytes: int) -> float:
     """What it would take to halve what is summed in each of log2(n) rounds, and to double it again in as many.
 
-    Source: Rabenseifner, "Optimization of collective reduction operations" (2004). It is not built.
+    Source: Rabenseifner, "Optimization of collective reduction operations" (2004). The schedule `halving` sends more
+    messages: one for each segment.
     """
     fleet, costs, rounds = group.fleet(False), group.costs, (group.ranks - 1).bit_length()
     sizes = sizes_for(Config(transport={"min_bytes": 0, "link_gbps": _SIMULATED_GBPS}))

@@ -14,17 +14,18 @@ from ....core.config import Config
 from ....core.errors import UnsupportedError
 from ....core.planning import layout_of_parts, layout_of_sum, segments_of_sum
 from ....core.runtime.statistics import Counters
-from ....core.schedules import direct, ring
+from ....core.schedules import direct, halving, ring
 from ....core.schedules.choice import schedule_for
 from ....core.transport.connections import WayToAgree, most_with_comparison, rounds_of, way_to_agree
 from ....core.transport.mesh import MOST_RANKS
 from .codec import TimedCodec
 from .costs import Costs
 from .fleet import Fleet, Link
+from .programs import run_apart
 from .sizes import sizes_for
 from .transport import TimedTransport
 
-_SCHEDULES = {"ring": ring, "direct": direct}
+_SCHEDULES = {"ring": ring, "direct": direct, "halving": halving}
 _COMPARED_BYTES = 256  # about what ranks send to compare a call
 
 
@@ -59,26 +60,27 @@ class Group:
             return 1.0
         return max(1.0, self.ranks_per_node / self.cores)
 
-    def fleet(self, between_nodes: bool) -> Fleet:
+    def fleet(self, between_nodes: bool, apart: bool = False) -> Fleet:
         """Fleet of the ranks that exchange frames. All ranks of a node send at once, so each gets a share of its link.
 
         Args:
             between_nodes: whether one rank of each node takes part, rather than all ranks.
+            apart: see `Fleet`.
         """
         each = 1 if between_nodes else self.ranks_per_node
-        return self._fleet(self.nodes * each, each, 1 / self.ranks_per_node)
+        return self._fleet(self.nodes * each, each, 1 / self.ranks_per_node, apart)
 
     def fleet_in_line(self) -> Fleet:
         """Fleet of all ranks in a ring: one rank of each node sends to another node, and has the whole link."""
         return self._fleet(self.ranks, self.ranks_per_node, 1.0)
 
-    def _fleet(self, ranks: int, of_each_node: int, share: float) -> Fleet:
+    def _fleet(self, ranks: int, of_each_node: int, share: float, apart: bool = False) -> Fleet:
         gbps = tuple(share * each for each in np.atleast_1d(self.link.gbps))
         rate = _repeated(gbps, of_each_node) if isinstance(self.link.gbps, tuple) else gbps[0]
         link = replace(self.link, gbps=rate, burst=share * self.link.burst)
         late = None if self.late is None else _repeated(self.late, of_each_node)
         spare = self.costs.kind == "gpu" or self.cores is None or self.cores >= 2 * self.ranks_per_node
-        return Fleet(ranks, link, self.costs, self.sharing, spare, late)
+        return Fleet(ranks, link, self.costs, self.sharing, spare, late, apart)
 
 
 def _repeated(of_nodes: tuple[float, ...], times: int) -> tuple[float, ...]:
@@ -125,7 +127,7 @@ def compressed(
         itemsize: bytes of a value.
         ratio, ratio_ranks: see `sizes_for`.
 
-    Raises UnsupportedError for a schedule that can't be simulated.
+    Raises UnsupportedError for a schedule that the costs are not for.
     """
     if group.ranks == 1 or by_size(nbytes, config, group.costs.kind == "gpu", group.ranks):
         return plain(group, collective, nbytes, itemsize)
@@ -133,15 +135,17 @@ def compressed(
         group = replace(group, costs=group.costs.at_a_fixed_rate)
     # Which ranks exchange frames, and by which schedule.
     hierarchical = group.ranks_per_node > 1 and group.nodes > 1 and config.transport.hierarchy != "off"
-    fleet = group.fleet(between_nodes=hierarchical)
+    exchanging = group.nodes if hierarchical else group.ranks
+    name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
+    name = schedule_for(exchanging) if name == "auto" else name
+    on_gpu, apart = group.costs.kind == "gpu", name == "halving"
+    if apart and on_gpu:
+        raise UnsupportedError("transport.schedule: halving is for CPUs; set auto, ring or direct to plan for GPUs")
+    fleet = group.fleet(between_nodes=hierarchical, apart=apart)
     sizes = sizes_for(config, ratio, ratio_ranks)
     counters = Counters()
-    name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
-    name = schedule_for(fleet.world_size) if name == "auto" else name
-    if name not in _SCHEDULES:  # one rank can't stand for all: some have no segment, and wait for others
-        raise UnsupportedError(f"transport.schedule: {name} can't be simulated yet; set auto, ring or direct")
     # How the tensor is cut into segments and frames.
-    on_gpu, dtype = group.costs.kind == "gpu", torch.float32 if itemsize == 4 else torch.bfloat16
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     tensor = torch.empty(nbytes // itemsize, dtype=dtype, device="meta")
     if collective == "all_reduce":
         shares = group.ranks_per_node if hierarchical else 1
@@ -157,9 +161,13 @@ def compressed(
     fleet.work(1e-6 * group.costs.call_us)
     compares_first = on_gpu or (hierarchical and collective != "all_gather")  # nodes add up before they measure
     counters.wire_bytes += _agree_on_scales(fleet, layout, config, dtype, compares_first)
-    codec = TimedCodec(fleet, layout, sizes)
-    getattr(_SCHEDULES[name], collective)(TimedTransport(fleet), codec, counters)
-    codec.finish()
+    schedule = getattr(_SCHEDULES[name], collective)
+    if apart:
+        run_apart(schedule, fleet, layout, sizes, counters)
+    else:
+        codec = TimedCodec(fleet, layout, sizes)
+        schedule(TimedTransport(fleet), codec, counters)
+        codec.finish()
     if hierarchical:
         _inside(fleet, group, nbytes)
     return Timed(float(fleet.end.max()), float(fleet.busy.max()), counters.wire_bytes, True)

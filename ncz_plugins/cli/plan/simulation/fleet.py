@@ -53,13 +53,18 @@ class Fleet:
         sharing: ranks per core, at least 1.
         spare_core: whether a rank has a second core, which decodes.
         late: seconds by which each rank comes late to the call, [world_size]; None: 0.
+        apart: whether each rank has an element of its own, even if all are alike.
 
     Attributes:
         rank: number of each rank, for schedules; 0 if one element stands for all ranks.
         thread: time at which the thread of each rank is free.
         busy: seconds of work of each rank so far.
         bytes_per_second: payload that the link of each rank carries, each way.
+        flow_bytes_per_second: payload that the connections from one rank to another carry.
         latency: seconds from one rank to another.
+        most_gathered: seconds of sending that an idle link makes up for.
+        sharing: ranks per core, at least 1.
+        spare_core: see above.
     """
 
     def __init__(
@@ -70,20 +75,21 @@ class Fleet:
         sharing: float = 1.0,
         spare_core: bool = True,
         late: tuple[float, ...] | None = None,
+        apart: bool = False,
     ):
-        uneven = late is not None or isinstance(link.gbps, tuple)
+        uneven = apart or late is not None or isinstance(link.gbps, tuple)
         width = world_size if uneven else 1
         self.world_size = world_size
         self.costs = costs
         self.rank = np.arange(width).view(Ranks) if uneven else 0
         self.spare_core = spare_core
-        self._sharing = max(1.0, sharing)
+        self.sharing = max(1.0, sharing)
         self.bytes_per_second = np.broadcast_to(1.25e8 * costs.link_share * np.asarray(link.gbps, float), [width])
         flow = np.inf if link.flow_gbps is None else link.flow_gbps
-        self._flow_bytes_per_second = 1.25e8 * costs.link_share * flow * link.connections
-        self._one_flow = np.minimum(self.bytes_per_second, self._flow_bytes_per_second)
+        self.flow_bytes_per_second = 1.25e8 * costs.link_share * flow * link.connections
+        self._one_flow = np.minimum(self.bytes_per_second, self.flow_bytes_per_second)
         self.latency = link.latency
-        self._most_gathered = link.burst / self.bytes_per_second
+        self.most_gathered = link.burst / self.bytes_per_second
         self.thread: Times = np.zeros(width) + (0.0 if late is None else np.asarray(late, float))
         self._decoder = np.zeros(width)
         self._outgoing = np.zeros(width)
@@ -95,10 +101,14 @@ class Fleet:
         """Time at which the call of each rank is over."""
         return np.maximum(self.thread, self._decoder)
 
+    def free_from(self) -> tuple[Times, Times, Times]:
+        """Times at which the decoder of each rank and its link, out and in, are free."""
+        return self._decoder, self._outgoing, self._incoming
+
     def work(self, seconds: Times | float) -> None:
         """Have the thread of every rank work for `seconds` of a core of its own."""
         self.busy = self.busy + seconds
-        self.thread = self.thread + self._sharing * seconds
+        self.thread = self.thread + self.sharing * seconds
 
     def handle(self, seconds: float) -> None:
         """Have every rank handle a message of the runtime beneath, which is mostly waiting for threads to wake up.
@@ -106,7 +116,7 @@ class Fleet:
         Measurements show that the time grows with the square root of the number of ranks that share a core.
         """
         self.busy = self.busy + seconds
-        self.thread = self.thread + self._sharing**0.5 * seconds
+        self.thread = self.thread + self.sharing**0.5 * seconds
 
     def decode(self, seconds: Times | float) -> None:
         """Have every rank decode for `seconds`, on its second core if there is one."""
@@ -135,11 +145,11 @@ class Fleet:
         bytes arrive; the last one is indexed by receiver.
         """
         left = self._leave(nbytes / self.bytes_per_second)
-        flow_free = np.maximum(self.thread, flow_free) + nbytes / self._flow_bytes_per_second
+        flow_free = np.maximum(self.thread, flow_free) + nbytes / self.flow_bytes_per_second
         arrival = self.by_receiver(np.maximum(left, flow_free) + self.latency, to)
         # Bytes from several ranks to one rank queue in front of its link.
         taken = self.by_receiver(nbytes, to) / self.bytes_per_second
-        self._incoming = np.maximum(self._incoming, arrival - taken - self._most_gathered) + taken
+        self._incoming = np.maximum(self._incoming, arrival - taken - self.most_gathered) + taken
         return left, flow_free, np.maximum(arrival, self._incoming)
 
     def _leave(self, seconds: Times | float) -> Times:
@@ -148,7 +158,7 @@ class Fleet:
         `_outgoing` may lag behind the clock of the thread by the burst of an idle link: the "virtual scheduling
         algorithm" of ITU-T I.371. Links start without a burst, as if another call had just ended.
         """
-        self._outgoing = np.maximum(self.thread - self._most_gathered, self._outgoing) + seconds
+        self._outgoing = np.maximum(self.thread - self.most_gathered, self._outgoing) + seconds
         return np.maximum(self.thread, self._outgoing)
 
     def by_receiver(self, sent: Times | float, to: Ranks | int) -> Times:

@@ -12,14 +12,20 @@ from ranks import play
 from ncz_plugins.cli.plan.catalogue import load
 from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
+from ncz_plugins.cli.plan.simulation.codec import TimedCodec
 from ncz_plugins.cli.plan.simulation.costs import CodingCosts, Costs
 from ncz_plugins.cli.plan.simulation.fleet import Fleet, Link, Ranks
+from ncz_plugins.cli.plan.simulation.programs import run_apart
 from ncz_plugins.cli.plan.simulation.sizes import sizes_for
+from ncz_plugins.cli.plan.simulation.transport import TimedTransport
 from ncz_plugins.core.call import Call
+from ncz_plugins.core.codec.layout import Layout
 from ncz_plugins.core.config import CoderCosts, Config
 from ncz_plugins.core.errors import ConfigError, UnsupportedError
 from ncz_plugins.core.group import Group as RealGroup
 from ncz_plugins.core.runtime.device import Host
+from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.schedules import direct, ring
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 
@@ -79,7 +85,7 @@ def real_wire_bytes(ranks: int, collective: str, nbytes: int, schedule: str) -> 
     return float(np.mean(play(ranks, body, reuse=True)))
 
 
-@pytest.mark.parametrize("schedule", ["ring", "direct"])
+@pytest.mark.parametrize("schedule", ["ring", "direct", "halving"])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize(("ranks", "nbytes"), [(2, MiB), (3, 3 * MiB), (4, 8 * MiB)])
 def test_as_many_bytes_as_real_calls_send(ranks, nbytes, collective, schedule):
@@ -121,19 +127,20 @@ def test_ranks_that_share_a_core_take_turns():
     assert shared == pytest.approx(2 * alone, rel=0.05)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "direct"])
+@pytest.mark.parametrize("schedule", ["ring", "direct", "halving"])
 def test_a_late_rank_delays_all(schedule):
     even = all_reduce(Group(8, 1, Link(1.0), COSTS), 16 * MiB, schedule).seconds
     late = all_reduce(Group(8, 1, Link(1.0), COSTS, late=(0.5,) + 7 * (0.0,)), 16 * MiB, schedule).seconds
     assert late == pytest.approx(even + 0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "direct"])
+@pytest.mark.parametrize("schedule", ["ring", "direct", "halving"])
 def test_the_slowest_link_decides(schedule):
     def seconds(gbps):
         return all_reduce(Group(8, 1, Link(gbps), FREE), 64 * MiB, schedule).seconds
 
-    assert 1.001 * seconds(1.0) > seconds((*7 * (10.0,), 1.0)) > 5 * seconds(10.0)
+    most = 1.2 if schedule == "halving" else 1.001  # which waits for it in each halving
+    assert most * seconds(1.0) > seconds((*7 * (10.0,), 1.0)) > 5 * seconds(10.0)
 
 
 # ------------------------------------------------------------------ one rank for all
@@ -156,6 +163,34 @@ def test_one_rank_stands_for_all_that_are_alike(ranks, nbytes, schedule, collect
     apart = calls.compressed(one_by_one, collective, nbytes, shared)
     assert together.seconds >= apart.seconds * (1 - 1e-9)
     assert apart.seconds == pytest.approx(together.seconds, rel=0.35 if nbytes < MiB else 0.1)
+
+
+@pytest.mark.parametrize("module", [ring, direct], ids=["ring", "direct"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("slowest_gbps", [1.0, 0.2])
+def test_programs_of_single_ranks_take_as_long_as_one_program_for_all(module, collective, slowest_gbps):
+    """Both keep time for the same schedule. Frames of several ranks come to one in another order, that of time."""
+    layout, sizes = Layout.of([MiB] * 6, MiB // 4), sizes_for(config())
+
+    def fleet():
+        return Fleet(6, Link((*5 * (1.0,), slowest_gbps), 1e-4, burst=1e5), COSTS, late=(0.01,) + 5 * (0.0,))
+
+    together, counters = fleet(), Counters()
+    codec = TimedCodec(together, layout, sizes)
+    getattr(module, collective)(TimedTransport(together), codec, counters)
+    codec.finish()
+    apart, others = fleet(), Counters()
+    run_apart(getattr(module, collective), apart, layout, sizes, others)
+    assert apart.end.max() == pytest.approx(together.end.max(), rel=1e-9 if module is ring else 0.1)
+    assert apart.busy == pytest.approx(together.busy)
+    assert others.wire_bytes == pytest.approx(counters.wire_bytes, rel=1e-3)
+
+
+def test_messages_do_not_grow_with_the_ranks_where_they_halve():
+    """Of a small tensor, whose bytes take no time to speak of."""
+    few, many = (Group(ranks, 1, Link(10.0, 5e-5), COSTS) for ranks in (32, 256))
+    assert all_reduce(many, MiB, "halving").seconds < 2 * all_reduce(few, MiB, "halving").seconds
+    assert all_reduce(many, MiB, "halving").seconds < all_reduce(many, MiB, "direct").seconds / 4
 
 
 def test_thousands_of_ranks():
@@ -233,9 +268,9 @@ def test_a_bound_that_saves_nothing():
         sizes_for(Config(quantizer={"mode": "rms", "value": 1e-9})).bits(1)
 
 
-def test_a_schedule_that_can_not_be_simulated_is_named():
-    with pytest.raises(UnsupportedError, match="schedule: halving can't be simulated yet; set auto, ring or direct"):
-        all_reduce(Group(8, 1, Link(1.0), COSTS), 16 * MiB, "halving")
+def test_halving_is_not_planned_for_gpus():
+    with pytest.raises(UnsupportedError, match="schedule: halving is for CPUs; set auto, ring or direct"):
+        all_reduce(Group(8, 1, Link(1.0), load().cost("gpu")), 16 * MiB, "halving")
 
 
 # ------------------------------------------------------------------ what goes plain
