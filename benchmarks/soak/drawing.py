@@ -193,7 +193,7 @@ def _config(draw: random.Random, ranks: int) -> dict:
             "checksum": draw.random() < 0.3,
         },
         "transport": {
-            "schedule": draw.choice(("ring", "direct", "auto")),
+            "schedule": draw.choice(("ring", "direct", "halving", "auto")),
             "frame_bytes": draw.choice((1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)),
             "min_bytes": draw.choices((0, 4096, 1 << 17, "never"), (10, 4, 4, 1))[0],
             "hierarchy": draw.choice(hierarchy),

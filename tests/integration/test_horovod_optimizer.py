@@ -61,10 +61,11 @@ def test_gradients_are_compressed_and_replicas_stay_identical(group, name):
 
 
 @pytest.mark.parametrize("name", ["sum in groups", "a gradient that only some ranks have", "bfloat16"])
+@pytest.mark.parametrize("schedule", ["ring", "halving"])
 @ranks(3, start="configured_by_the_environment", **HOROVOD)
-def test_the_ring_gives_the_same_to_the_bit(group, name):
-    on_ring = NCZ({**CONFIG, "transport": {"min_bytes": 0, "schedule": "ring"}})
-    assert train_beside_plain(CASES[name], on_ring) == train_beside_plain(CASES[name], NCZ(CONFIG))
+def test_connections_of_our_own_give_the_same_to_the_bit(group, name, schedule):
+    on_our_own = NCZ({**CONFIG, "transport": {"min_bytes": 0, "schedule": schedule}})
+    assert train_beside_plain(CASES[name], on_our_own) == train_beside_plain(CASES[name], NCZ(CONFIG))
 
 
 @ranks(2, start="configured_by_the_environment", **HOROVOD)

@@ -100,12 +100,15 @@ def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters
 
 def reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters, root: int) -> None:
     """Decode the sum over ranks of all segments to the output of rank `root`, which gets each from its owner."""
+    # Besides what comes in a reduce-scatter, the root gets a segment from each owner.
     route, segments = _route(transport, codec), range(len(codec.layout.lengths))
     owners = {segment: _owner(segment, Half(range(transport.world_size), segments)) for segment in segments}
     is_root, due = transport.rank == root, _sums_due(route)
     due.update([owner for owner in owners.values() if owner != root] if is_root else {root: 0})
     streams = _open(transport, codec, route, due, counters)
     _send_sums(codec, route, streams)
+
+    # Owners send what is finished straight to the root: on a way over others it would have as many frames.
     for segment, index, frame in _own_frames(codec, route, streams):
         if is_root:
             codec.decode(segment, index, frame)
@@ -135,6 +138,7 @@ def route_of(rank: int, ranks: int, segments: int) -> Route:
     """The route of one of `ranks`, for at most as many segments."""
     sums, sources, group = [], {}, Half(range(ranks), range(segments))
     while len(group.ranks) > 1:
+        # What this rank sends to the other half, then what comes from there. It goes on with its own half.
         ours, theirs = _split(group, rank)
         sums += [Leg(peer, _in_order(peer, theirs, run)) for peer, run in _dealt(rank, ours, theirs)]
         for peer in _senders(rank, ours, theirs):
