@@ -217,10 +217,10 @@ def summary(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def put_into(page: Path, text: str) -> None:
+def put_into(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
     """Replace what stands between the marks of a page."""
-    before, _, rest = page.read_text().partition(MARKS[0])
-    page.write_text(before + "\n".join([MARKS[0], text, MARKS[1]]) + rest.partition(MARKS[1])[2])
+    before, _, rest = page.read_text().partition(marks[0])
+    page.write_text(before + "\n".join([marks[0], text, marks[1]]) + rest.partition(marks[1])[2])
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import json
 
 from repository import ROOT
 
-from benchmarks import codec_table, weights
+from benchmarks import codec_table, weight_ways, weights
 
 
 def committed(name):
@@ -26,6 +26,10 @@ def test_weights():
     found = committed("weights.json")["found"]
     assert weights.summary(found) in weights.PAGE.read_text()
     assert weights.markdown(found) in weights.NOTEBOOK.read_text()
+
+
+def test_ways_to_send_weights():
+    assert weight_ways.summary(committed("weight-ways.json")) in weight_ways.PAGE.read_text()
 
 
 def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
