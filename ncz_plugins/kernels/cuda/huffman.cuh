@@ -153,8 +153,8 @@ NCZ_DEVICE void pass_code(const HuffmanTree& tree, bool is_gapped, HuffmanEncodi
 
 // Shared memory that a block reads a code with.
 struct HuffmanOpening {
-    uint16_t firsts[LETTERS];
-    uint8_t lengths[LETTERS], letters[LETTERS];
+    uint16_t firsts[LETTERS], entries[LETTERS];  // of codes in rising order: where they begin, and what decoders are to find
+    uint8_t lengths[LETTERS];
 };
 
 // Reads the code in front of a payload, of `stored` letters, of which there may be `most`, by a block. Gives what is wrong with
@@ -183,7 +183,8 @@ NCZ_DEVICE int last_not_above(const uint16_t* numbers, int n, unsigned limit) {
     return low;
 }
 
-// The code and the letter that any HUFFMAN_MAX_LENGTH bits begin with.
+// The code and the letter that any HUFFMAN_MAX_LENGTH bits begin with. A thread finds the code of some numbers in a row by one search:
+// each of them begins at most one other code.
 NCZ_DEVICE void fill_entries(HuffmanOpening& shared, int stored, bool is_gapped, uint16_t* entries, int* scratch) {
     unsigned letter = threadIdx.x;
     bool has_code = letter < LETTERS && shared.lengths[letter];
@@ -191,35 +192,43 @@ NCZ_DEVICE void fill_entries(HuffmanOpening& shared, int stored, bool is_gapped,
     if (has_code) {
         unsigned first = first_code(shared.lengths, stored, letter, place);
         shared.firsts[place] = uint16_t(first);
-        shared.letters[place] = uint8_t(letter);
+        shared.entries[place] = huffman_entry(shared.lengths[letter], is_gapped ? parts_of_gap(letter) : letter);
     }
     __syncthreads();
-    for (unsigned bits = threadIdx.x; bits < HUFFMAN_WHOLE; bits += THREADS) {
-        unsigned found = shared.letters[last_not_above(shared.firsts, codes, reversed(bits))];
-        entries[bits] = huffman_entry(shared.lengths[found], is_gapped ? parts_of_gap(found) : found);
+    constexpr unsigned EACH = HUFFMAN_WHOLE / THREADS;
+    unsigned first = reversed(threadIdx.x);  // so that threads side by side write side by side
+    int found = last_not_above(shared.firsts, codes, first);
+#pragma unroll
+    for (unsigned number = first; number < first + EACH; ++number) {
+        found += found + 1 < codes && shared.firsts[found + 1] <= number;
+        entries[reversed(number)] = shared.entries[found];
     }
 }
 
 // Leaves where each page begins in the payload, and the `entries` that decoders look codes up in. By the block of the first
-// part of a frame; the others have nothing to do. Gives what is wrong, the same to all threads.
-NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int part, long long* offsets, uint16_t* entries,
-                              HuffmanOpening& shared, int64_t* sums) {
+// part of a frame; the others have nothing to do. `stored`: the first byte of the payload. Gives what is wrong, the same to all
+// threads.
+NCZ_DEVICE int64_t open_pages(const Input& input, const Header& header, int stored, int part, long long* offsets,
+                              uint16_t* entries, HuffmanOpening& shared, int64_t* sums) {
     if (part) return 0;
     const uint8_t* payload = input.frame + HEADER_BYTES;
     int64_t bytes = header.payload_bytes, all;
     int pages = int(huffman_pages_of(input.count)), each = (pages + THREADS - 1) / THREADS;
-    int stored = bytes ? payload[0] : int(TOKENS) + 1;
+    if (!bytes) stored = int(TOKENS) + 1;
     bool is_gapped = header.width == GAPPED;
     int most = int(is_gapped ? GAP_LETTERS : TOKENS);
-    int64_t wrong = read_code(payload, bytes, stored, most, shared.lengths, reinterpret_cast<uint32_t*>(sums));
-    if (wrong) return wrong;
     int code = huffman_code_bytes(stored), first_page = code + page_table_bytes(pages);
-    if (bytes < first_page) return damaged(PAGES_TABLE, bytes - code);
     int first = int(threadIdx.x) * each, last = first + each < pages ? first + each : pages;
     const uint16_t* table = reinterpret_cast<const uint16_t*>(payload + code);  // behind whole words
+    // The table of pages is on its way while the code is looked at.
     int64_t own = 0;
+    if (bytes >= first_page) {
 #pragma unroll 8
-    for (int page = first; page < last; ++page) own += 2 * table[page];
+        for (int page = first; page < last; ++page) own += 2 * table[page];
+    }
+    int64_t wrong = read_code(payload, bytes, stored, most, shared.lengths, reinterpret_cast<uint32_t*>(sums));
+    if (wrong) return wrong;
+    if (bytes < first_page) return damaged(PAGES_TABLE, bytes - code);
     int64_t at = first_page + block_exclusive_sum(own, sums, all);
     if (all != bytes - first_page) return damaged(PAGES_SUM, bytes - first_page);
 #pragma unroll 8

@@ -62,6 +62,7 @@ NCZ_KERNEL(ncz_open)
     NCZ_SHARED(HuffmanOpening, opening, 1);
     NCZ_SHARED(Input, shared_input, 1);  // what it is about, which would take too many registers
     NCZ_SHARED(Header, shared_header, 1);
+    NCZ_SHARED(int, first_byte, 1);  // of the payload
     NCZ_SHARED(int64_t, scratch, WARPS);
     NCZ_SHARED(int, is_last, 1);
     const Input& input = *shared_input;
@@ -74,6 +75,7 @@ NCZ_KERNEL(ncz_open)
         if (input.bytes >= HEADER_BYTES) {
             uint32_t words[sizeof header / 4];
             for (int i = 0; i < int(sizeof header / 4); ++i) words[i] = reinterpret_cast<const uint32_t*>(input.frame)[i];
+            *first_byte = input.bytes > HEADER_BYTES ? input.frame[HEADER_BYTES] : 0;
             memcpy(shared_header, words, sizeof header);
         }
         int64_t padding = input.bytes - HEADER_BYTES - int64_t(header.payload_bytes);
@@ -93,11 +95,12 @@ NCZ_KERNEL(ncz_open)
         if (coder == PLANES)
             add_tile_words(input, unit, units, status, scratch);
         else if (coder == HUFFMAN32)
-            wrong = open_pages(input, header, unit, offsets + input.first_chunk, entries + f * HUFFMAN_WHOLE,
+            wrong = open_pages(input, header, *first_byte, unit, offsets + input.first_chunk, entries + f * HUFFMAN_WHOLE,
                                *opening, scratch);
         if (threadIdx.x == 0) record(status, wrong);
     }
-    if (!finished_last(&status.finished, units, is_last) || threadIdx.x) return;
+    if (units > 1 && !finished_last(&status.finished, units, is_last)) return;
+    if (threadIdx.x) return;
     status.count = input.count;
     status.bytes = input.bytes;
     status.header = header;
