@@ -802,13 +802,18 @@ def test_devices_have_their_backends(backends, device, served, tmp_path):
 
 def test_torch_debugs_it(tmp_path):
     """Torch then wraps backends, compares calls by their numbers, and lets go of the Python object."""
-    debugs = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    found = on_ranks(2, reduce_a_gradient, tmp_path, "ncz", "cpu", imports=NOTHING_OF_OURS, environment=debugs)
+    found = on_ranks(2, reduce_a_gradient, tmp_path, "ncz", "cpu", "DETAIL", imports=NOTHING_OF_OURS)
     assert all(each["served"] == ["cpu", "cuda"] and each["error"] > 0.01 for each in found)
 
 
-def reduce_a_gradient(backends: str, device: str) -> dict:
-    """Reduce a gradient on a device. Returns the relative error, and the devices that ncz serves."""
+def reduce_a_gradient(backends: str, device: str, debug_level: str = "OFF") -> dict:
+    """Reduce a gradient on a device. Returns the relative error, and the devices that ncz serves.
+
+    Args:
+        debug_level: what TORCH_DISTRIBUTED_DEBUG is.
+    """
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = debug_level
+    dist.set_debug_level_from_env()
     install()
     torch.set_num_threads(1)
     # With a device, torch makes new groups by splitting, in which all ranks take part.
@@ -827,10 +832,11 @@ def reduce_a_gradient(backends: str, device: str) -> dict:
         if rank:
             dist.all_reduce(every[1], group=alone)
 
-    # With TORCH_DISTRIBUTED_DEBUG a backend is wrapped.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL a backend is wrapped.
     world = dist.group.WORLD
     by_device = {each.type: world._get_backend(each) for each in world._device_types}
     unwrapped = {kind: getattr(each, "wrapped_pg", each) for kind, each in by_device.items()}
+    assert any(each is not by_device[kind] for kind, each in unwrapped.items()) == (debug_level == "DETAIL")
     served = sorted(kind for kind, each in unwrapped.items() if type(each).__name__ == "CompressedBackend")
     assert "cpu" not in served or ours().stats.total.compressed_calls == 1
     dist.barrier()

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 import torch
-from launch import launch, torchrun
+from launch import deepspeed_ranks, launch, torchrun
 from repository import ROOT
 
 from ncz_plugins.cli.perf.launch import free_port
@@ -17,7 +17,7 @@ def last_lines(folder, device: str, *options: str) -> list[str]:
     """What the example says of its last step and at its end."""
     given = ["--device", device, "--steps", "6", "--batch", "2", "--layers", "1", *options]
     if device == "cpu":
-        command = torchrun(SCRIPT, *given)
+        command = deepspeed_ranks(SCRIPT, *given)  # forks of what other tests have imported
     else:  # as if each rank was on a host of its own, since they share a card
         meeting = ["--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
         single = torchrun(ranks=1)[:3]
@@ -26,7 +26,9 @@ def last_lines(folder, device: str, *options: str) -> list[str]:
             for rank in range(2)
         ]
         command = ["sh", "-c", f"{starts[0]} & {starts[1]} && wait $!"]
-    return launch(command, folder, timeout=120).output.strip().splitlines()[-2:]
+    lines = launch(command, folder, timeout=120).output.strip().splitlines()
+    [end] = [at for at, line in enumerate(lines) if line.startswith(("without a graph", "in a CUDA graph"))]
+    return lines[end - 1 : end + 1]
 
 
 def test_the_step_without_a_graph(tmp_path):
