@@ -8,7 +8,7 @@ pytest.importorskip("horovod")
 
 from launch import horovodrun, launch
 from on_rank import raises, same_on_all_ranks, start
-from scenarios import program
+from scenarios import HOROVOD, on_ranks
 from under_horovod import own_values, sha256
 
 import ncz_plugins.horovod as ncz
@@ -63,5 +63,4 @@ def reduce_as_tuned(file: str) -> bool:
 
 def test_the_file_is_followed(tuned, tmp_path):
     file, _ = tuned
-    command = horovodrun(*program(reduce_as_tuned, tmp_path, file))
-    assert launch(command, tmp_path, timeout=200).ranks == [True, True]
+    assert on_ranks(2, reduce_as_tuned, tmp_path, file, **HOROVOD) == [True, True]
