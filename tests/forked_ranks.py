@@ -4,11 +4,15 @@ For tests that are not about a launcher: those import PyTorch, and what is built
 """
 
 import argparse
+import ctypes
+import fcntl
 import gc
 import json
 import os
 import runpy
 import signal
+import socket
+import struct
 import sys
 import time
 from importlib import import_module
@@ -62,6 +66,17 @@ def leave_in(folder: Path, rank: int) -> None:
     os.dup2(log, 2)
 
 
+def enter_private_network() -> None:
+    """Leave the machine's network for one that has a loopback interface and nothing else. Raises OSError."""
+    new_user, new_network = 0x10000000, 0x40000000  # CLONE_NEWUSER, without which only root may do this; CLONE_NEWNET
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(new_network if os.geteuid() == 0 else new_user | new_network):
+        raise OSError(ctypes.get_errno(), "unshare")
+    with socket.socket() as any_socket:
+        set_flags, is_up = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sH22x", b"lo", is_up))
+
+
 def serve_horovod(ranks: int, port: int) -> None:
     """Be what Horovod's ranks meet at. Starts a thread, so this comes after the forks; they try until it is there."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -110,8 +125,11 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FOLDER",
         help="for rankN.log, rankN.json, and exits.json: exit status and time of each rank, null while it runs",
     )
+    parser.add_argument("--private-network", action="store_true", help="run in one that only the ranks use")
     args = parser.parse_args(arguments)
     import_modules(args.modules)
+    if args.private_network:
+        enter_private_network()
     processes = []
     for rank in range(args.ranks):
         process = os.fork()

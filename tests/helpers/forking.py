@@ -19,6 +19,8 @@ from repository import FORK_SERVER, FORKED_RANKS
 
 # No module reads these when it is imported; forks have them from their launch.
 OF_A_LAUNCH = {
+    "GLOO_SOCKET_IFNAME",
+    "HOROVOD_CYCLE_TIME",
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     "HOROVOD_GLOO_TIMEOUT_SECONDS",
     "NCZ_CONFIG",

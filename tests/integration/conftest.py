@@ -1,23 +1,18 @@
 """Fixtures of the integration tests."""
 
-import os
 import subprocess
+import sys
 
 import pytest
+from repository import FORKED_RANKS
 from scenarios import batches, group, pytest_pyfunc_call  # noqa: F401
-
-WITH_LOOPBACK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 
 @pytest.fixture(scope="session")
-def private_network() -> list[str]:
-    """What to put before a command so that it has a loopback interface of its own."""
-    unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-    prefix = [*unshare, *WITH_LOOPBACK]
-    try:
-        done = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=30)
-    except FileNotFoundError as error:
-        pytest.skip(f"no private network namespace: {error}")
+def private_network() -> None:
+    """Skip tests whose ranks run on a network of their own where there can be none."""
+    program = "import forked_ranks; forked_ranks.enter_private_network()"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=FORKED_RANKS.parent, capture_output=True, text=True, timeout=30)
     if done.returncode:
-        pytest.skip(f"no private network namespace: {' '.join(prefix)} true: {done.stderr.strip()}")
-    return prefix
+        pytest.skip(f"no private network namespace: {done.stderr.strip()}")

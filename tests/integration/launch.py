@@ -53,23 +53,31 @@ def horovodrun(*script: object, ranks: int = 2, options: tuple[str, ...] = ()) -
     return [f"{BIN}/horovodrun", "--gloo", "-np", str(ranks), *options, sys.executable, *map(str, script)]
 
 
-def deepspeed_ranks(*script: object, ranks: int = 2) -> list[str]:
+def deepspeed_ranks(*script: object, ranks: int = 2, alone: bool = False) -> list[str]:
     """The command that starts a script once per rank without a launcher, for tests that are not about one.
 
     All ranks share the modules that scenarios of DeepSpeed import.
+
+    Args:
+        alone: on a network that nothing else uses. Needs the fixture `private_network`.
     """
-    return _forked("torch", DEEPSPEED["imports"], script, ranks)
+    return _forked("torch", DEEPSPEED["imports"], script, ranks, alone)
 
 
 def horovod_ranks(
-    *script: object, ranks: int = 2, imports: str = "ncz_plugins.core.communicator,horovod.torch"
+    *script: object,
+    ranks: int = 2,
+    alone: bool = False,
+    imports: str = "ncz_plugins.core.communicator,horovod.torch",
 ) -> list[str]:
     """The same for Horovod, with what the first optimizer of PyTorch imports."""
-    return _forked("horovod", f"{imports},torch._dynamo", script, ranks)
+    return _forked("horovod", f"{imports},torch._dynamo", script, ranks, alone)
 
 
-def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int) -> list[str]:
-    return [sys.executable, str(FORKED_RANKS), modules, kind, str(ranks), str(free_port()), *map(str, script)]
+def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int, alone: bool) -> list[str]:
+    options = ["--private-network"] if alone else []
+    forks = [FORKED_RANKS, modules, *options, kind, ranks, free_port(), *script]
+    return [sys.executable, *map(str, forks)]
 
 
 def launch(

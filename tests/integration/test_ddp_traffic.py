@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import launch
-from repository import FORKED_RANKS, ROOT
+from launch import deepspeed_ranks, launch
+from repository import ROOT
 from scenarios import program
-
-from ncz_plugins.cli.perf.launch import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +37,7 @@ def told(private_network, tmp_path_factory) -> dict[str, list[dict]]:
     """What the example tells of each training: a record of each step, and one of all."""
     folder = tmp_path_factory.mktemp("ddp")
     (folder / "settings.json").write_text(json.dumps(SETTINGS))
-    modules = "ncz_plugins.torch.ddp,torch._dynamo"
-    ranks = [FORKED_RANKS, modules, "torch", 2, free_port(), *program(train_each_way, folder, folder)]
-    command = [*private_network, sys.executable, *map(str, ranks)]
+    command = deepspeed_ranks(*program(train_each_way, folder, folder), alone=True)  # what others have imported
     launch(command, folder, timeout=200, environment={"GLOO_SOCKET_IFNAME": "lo"})
     return {way: [json.loads(line) for line in Path(folder, f"{way}.jsonl").read_text().splitlines()] for way in WAYS}
 

@@ -18,31 +18,33 @@ CLOSE = {"quantizer": {"mode": "rms", "value": 0.002}}
 BATCH = {"train_micro_batch_size_per_gpu": 4}  # a third of the example's: gradients are as large
 
 
-def train(private_network, config: str, steps: int, folder, **settings) -> list[dict]:
+def train(config: str, steps: int, folder, **settings) -> list[dict]:
     """The records that examples/train_deepspeed.py writes: one per step, and a last one for the whole run."""
     log, file = folder / "log.jsonl", folder / "config.json"
     file.write_text(json.dumps(json.loads((EXAMPLES / config).read_text()) | BATCH | settings))
     script = EXAMPLES / "train_deepspeed.py"
-    command = deepspeed_ranks(script, "--deepspeed_config", file, "--steps", steps, "--log-file", log, *MODEL)
-    launch([*private_network, *command], folder, timeout=280, environment={"GLOO_SOCKET_IFNAME": "lo"})
+    command = deepspeed_ranks(
+        script, "--deepspeed_config", file, "--steps", steps, "--log-file", log, *MODEL, alone=True
+    )
+    launch(command, folder, timeout=280, environment={"GLOO_SOCKET_IFNAME": "lo"})
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def plain(private_network, tmp_path_factory):
-    return train(private_network, "deepspeed_plain.json", STEPS, tmp_path_factory.mktemp("plain"))
+    return train("deepspeed_plain.json", STEPS, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
 def ncclz(private_network, tmp_path_factory):
-    return train(private_network, "deepspeed_ncclz.json", STEPS, tmp_path_factory.mktemp("ncclz"))
+    return train("deepspeed_ncclz.json", STEPS, tmp_path_factory.mktemp("ncclz"))
 
 
 @pytest.fixture(scope="module")
 def close(private_network, tmp_path_factory):
     """Compressed so little that the losses must be those of the plain run."""
     folder = tmp_path_factory.mktemp("close")
-    return train(private_network, "deepspeed_plain.json", STEPS, folder, communication_compression=CLOSE)
+    return train("deepspeed_plain.json", STEPS, folder, communication_compression=CLOSE)
 
 
 def bytes_per_step(records: list[dict]) -> float:

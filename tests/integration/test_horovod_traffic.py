@@ -20,19 +20,19 @@ CLOSE = {"quantizer": {"mode": "rms", "value": 0.002}}
 QUIET = {"GLOO_SOCKET_IFNAME": "lo", "HOROVOD_CYCLE_TIME": "10"}
 
 
-def train(private_network, compression: str | Path, steps: int, folder, ranks: int = 2) -> list[dict]:
+def train(compression: str | Path, steps: int, folder, ranks: int = 2) -> list[dict]:
     """The records that the example writes: one per step, and a last one for the whole run."""
     log = folder / "log.jsonl"
     options = ("--compression", compression, "--steps", steps, "--log-file", log, *MODEL)
-    command = horovod_ranks(SCRIPT, *options, ranks=ranks)
-    output = launch([*private_network, *command], folder, timeout=280, environment=QUIET).output
+    command = horovod_ranks(SCRIPT, *options, ranks=ranks, alone=True)
+    output = launch(command, folder, timeout=280, environment=QUIET).output
     assert "before `optimizer.step()`" not in output  # which torch warns of if the schedule doesn't see the steps
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def plain(private_network, tmp_path_factory):
-    return train(private_network, "none", STEPS, tmp_path_factory.mktemp("plain"))
+    return train("none", STEPS, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +40,17 @@ def close(private_network, tmp_path_factory):
     """Compressed so little that the losses must be those of the plain run."""
     folder = tmp_path_factory.mktemp("close")
     (file := folder / "ncz.json").write_text(json.dumps(CLOSE))
-    return train(private_network, file, STEPS, folder)
+    return train(file, STEPS, folder)
 
 
 @pytest.fixture(scope="module")
 def ncz(private_network, tmp_path_factory):
-    return train(private_network, "ncz", STEPS, tmp_path_factory.mktemp("ncz"))
+    return train("ncz", STEPS, tmp_path_factory.mktemp("ncz"))
 
 
 @pytest.fixture(scope="module")
 def three_ranks(private_network, tmp_path_factory):
-    return train(private_network, "ncz", STEPS, tmp_path_factory.mktemp("3-ranks"), ranks=3)
+    return train("ncz", STEPS, tmp_path_factory.mktemp("3-ranks"), ranks=3)
 
 
 def bytes_per_step(records: list[dict]) -> float:
