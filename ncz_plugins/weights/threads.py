@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
+from threading import Barrier, Lock
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from .boxes import FRAME_ELEMENTS
 _Task, _Result = TypeVar("_Task"), TypeVar("_Result")
 
 _GROUPS_AHEAD = 2  # of each thread: what it works on, and what it has done
+_counting = Lock()  # held while torch's number of threads is not the program's
 
 
 def in_order(
@@ -29,7 +31,7 @@ def in_order(
         elements: how many elements a task covers. Small tasks share a thread's turn.
         on_host: False keeps all tasks in this thread. Threads of their own don't follow this thread's CUDA stream.
     """
-    threads = torch.get_num_threads() if on_host else 1
+    threads = _threads_of_torch() if on_host else 1
     groups = _grouped(tasks, elements)
     first = list(islice(groups, 2))
     if threads == 1 or len(first) < 2:
@@ -78,14 +80,31 @@ def _taken(done: Future) -> Iterator:
         raise error
 
 
+def _threads_of_torch() -> int:
+    with _counting:
+        return torch.get_num_threads()
+
+
 @contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
     """Threads in each of which torch computes on one core."""
     pool = ThreadPoolExecutor(count, "ncz-weights")
-    # A thread takes this number when it first uses torch. With the usual one each would start as many threads again.
-    torch.set_num_threads(1)
     try:
+        # A thread keeps the number of cores that torch has when it first uses torch. With the usual number each would
+        # start as many threads again. Threads of the program that begin meanwhile get one core, so this is short.
+        all_there = Barrier(count)
+        with _counting:
+            torch.set_num_threads(1)
+            try:
+                list(pool.map(_count_cores, [all_there] * count))
+            finally:
+                torch.set_num_threads(count)
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(count)
+
+
+def _count_cores(all_there: Barrier) -> None:
+    """Have torch look up its number of cores in this thread, once all threads have come: no thread does it twice."""
+    torch.get_num_threads()
+    all_there.wait()

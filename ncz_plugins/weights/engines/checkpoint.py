@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...core.errors import MismatchError, UnsupportedError
-from ..apply import apply_patch, read_patches, stage_patch
+from ...core.errors import MismatchError, PartlyAppliedError, UnsupportedError
+from ..apply import apply_patch, read_patches, require_base, stage_patch
+from ..tensors import held_in
 
 
 class CheckpointCopy:
@@ -40,7 +41,8 @@ class CheckpointCopy:
         Changes are checked first, and then written in place. A whole version takes new memory.
 
         Raises FrameError if a patch is damaged, and MismatchError if it is for another version than this one. Nothing
-        has changed then: a whole version helps.
+        has changed then: a whole version helps. Raises PartlyAppliedError if writing fails; then only a whole version
+        is taken.
         """
         version = read_patches(patches)
         if version.is_whole:
@@ -53,16 +55,22 @@ class CheckpointCopy:
                 f"the patches change {unknown[0] if unknown else 'a version'}, and this engine has "
                 f"{len(self.weights)} other tensors: send a whole version, WeightPublisher.patch()"
             )
+        if self._versions is None:  # tensors that did not change must be the trainer's, too
+            require_base(version, held_in(self.weights, "weights"))
         staged = stage_patch(patches, self.weights, versions=self._versions)
-        staged.apply()
+        try:
+            staged.apply()
+        except PartlyAppliedError:
+            self.weights, self._versions = {}, None
+            raise
         self._versions = staged.versions
 
 
 def read_checkpoint(folder: str) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, which are not written to."""
+    """All tensors of a folder's safetensors files, in memory of their own: the files may be replaced."""
     from safetensors.torch import load_file  # every engine needs it, and this package does not
 
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise UnsupportedError(f"{folder} has no *.safetensors: name the folder of a Hugging Face checkpoint")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor.clone() for file in files for name, tensor in load_file(file).items()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ncz_plugins import FrameError, MismatchError, UnsupportedError, WeightPublisher
+from ncz_plugins import FrameError, MismatchError, PartlyAppliedError, StagedPatch, UnsupportedError, WeightPublisher
 from ncz_plugins.weights.engines.checkpoint import CheckpointCopy, read_checkpoint
 
 
@@ -78,3 +78,27 @@ def test_a_tensor_that_is_new_is_refused_unless_the_version_is_whole(versions):
         copy.apply([publisher.patch(before)])
     copy.apply([publisher.patch()])
     assert "new" in copy.weights
+
+
+def test_another_checkpoint_is_refused_also_where_only_unchanged_tensors_differ(versions, patches):
+    copy = CheckpointCopy(versions[0] | {"c": versions[0]["c"] + 1})
+    with pytest.raises(MismatchError, match="whole version"):
+        copy.apply([patches[1]])
+
+
+def test_after_a_write_that_failed_only_a_whole_version_is_taken(versions, patches, monkeypatch):
+    copy = CheckpointCopy()
+    copy.apply([patches[0]])
+
+    def fails(staged):
+        raise PartlyAppliedError(["a"], "b", OSError("no"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedPatch, "apply", fails)
+        with pytest.raises(PartlyAppliedError):
+            copy.apply([patches[1]])
+    assert copy.identity is None
+    with pytest.raises(MismatchError, match="whole version"):
+        copy.apply([patches[1]])
+    copy.apply([patches[0]])
+    assert is_at(copy, versions[0])

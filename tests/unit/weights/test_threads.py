@@ -76,3 +76,20 @@ def test_errors_name_their_tensor(count):
         staged.apply()
     assert (failed.value.new, failed.value.mixed) == (["w3"], "w15")
     assert torch.equal(weights["w3"], new["w3"]) and torch.equal(weights["w19"], old["w19"])
+
+
+def test_threads_that_begin_meanwhile_compute_with_as_many_cores_as_others():
+    """Also threads that use torch for the first time while a version is coded."""
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        coded = in_order(lambda task: task, range(8), lambda task: threads.FRAME_ELEMENTS)
+        next(coded)
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert found == [3] and list(coded) == list(range(1, 8))
+        alone = in_order(lambda task: torch.get_num_threads(), range(8), lambda task: threads.FRAME_ELEMENTS)
+        assert list(alone) == [1] * 8
+    finally:
+        torch.set_num_threads(before)
