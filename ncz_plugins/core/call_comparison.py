@@ -1,6 +1,7 @@
-"""How ranks find out that they make the same call, before any of them changes a tensor.
+"""How ranks find out that they make the same call, before any of them uses a value.
 
-Ranks that exchange pieces also tell each other how many rows go where. Small pieces travel with that.
+Ranks that exchange pieces also tell each other how many rows go where. Small pieces travel with that, so after an error
+outputs may hold some of what came.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .codec.pieces import PiecesCodec
 from .runtime.statistics import Counters
 from .transport.base import Transport
 from .transport.comparison import RankComparison
+from .transport.connections import MAX_BYTES_WITH_COMPARISON
 from .transport.small import borrowed_memory
 
 
@@ -74,6 +76,8 @@ def tell_pieces(
         transport.start_max(torch.from_numpy(rows).view(-1), counters).wait()
         return Told(_bytes_told(call, rows, ranks)[0], False)
 
+    # Who makes another call expects no more bytes than a comparison may have with it.
+    most = min(most, MAX_BYTES_WITH_COMPARISON - rows[0].nbytes)
     outgoing = incoming = [memoryview(b"")] * transport.world_size
     if call.largest_piece <= most:
         outgoing, incoming = memory_of_pieces(call)

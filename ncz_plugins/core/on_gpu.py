@@ -97,7 +97,7 @@ class GpuCalls:
         enter(self._group, call)
         if captured:  # the host would have to look at a sum that is verified
             call.plan = replace(call.plan, verify_as=None)
-        verifies = call.plan.verify_as is not None
+        verifies = call.is_verified
         # The first of a message's two ranks must not wait for the other one here: it may have more to ask for.
         if call.config.quantizer.bits is not None and not verifies and not self._are_messages:
             return self._begin_at_fixed_rate(call, captured)

@@ -13,7 +13,6 @@ from .call import Call, Plan
 from .codec.fixed_rate import equal_rows
 from .codec.layout import Layout, Window
 from .config import Config
-from .errors import UnsupportedError
 from .group import Group
 from .schedules import direct, fixed_rate, halving, ring
 from .schedules.exchange import exchange, exchange_at_once
@@ -150,11 +149,6 @@ def _schedule_of(group: Group, call: Call):
         return _SCHEDULES["fixed rate"]
     if call.baseline is not None and group.nodes is not None:
         return ring  # in which each part enters a node once
-    if group.schedule == "halving" and group.on_gpu:
-        raise UnsupportedError(
-            f"{call.collective}: transport.schedule: halving moves tensors in host memory only, and this one is on a "
-            "GPU; set transport.schedule to auto, direct or ring"
-        )
     return _SCHEDULES[group.schedule]
 
 

@@ -115,6 +115,11 @@ def decide(group: Group, call: Call) -> None:
     is_coded = call.bypass is None and call.config.quantizer.bits is None
     if is_coded and group.on_gpu and call.config.entropy.coder == "rans":
         raise UnsupportedError("entropy.coder: rans is for CPU tensors alone: set auto or huffman for CUDA tensors")
+    if is_coded and group.on_gpu and group.schedule == "halving" and call.pieces is None:
+        raise UnsupportedError(
+            f"{call.collective}: transport.schedule: halving moves tensors in host memory only, and this one is on a "
+            "GPU; set transport.schedule to auto, direct or ring"
+        )
 
     if call.bypass is None and call.feeds_back and all(part.name is None for part in call.fed_back_parts):
         raise UnsupportedError(

@@ -228,6 +228,16 @@ def test_rows_that_do_not_match_are_told_on_all_ranks(group, min_bytes, role):
 
 
 @ranks(2)
+def test_the_largest_pieces_that_travel_at_once_and_another_call_are_told_on_all_ranks(group):
+    with Communicator({"transport": {"min_bytes": "never"}}, group) as communicator:
+        with pytest.raises(MismatchError, match="all_reduce on rank 1|all_to_all_single on rank 0"):
+            if rank == 0:
+                communicator.all_to_all_single(torch.empty(8 << 20), torch.ones(8 << 20))  # pieces of 16 MiB
+            else:
+                communicator.all_reduce(torch.ones(10))
+
+
+@ranks(2)
 def test_rows_of_other_sizes_are_told_on_all_ranks(group):
     with Communicator({"transport": {"min_bytes": 0}}, group) as communicator:
         with pytest.raises(MismatchError, match="elements of a row 6 on rank 1, 5 on rank 0"):

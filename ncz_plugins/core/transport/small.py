@@ -269,7 +269,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def borrowed_memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, valid as long as the tensor lives."""
+    """The bytes of a contiguous tensor, valid while the tensor lives: hold it until the message has left."""
     nbytes = tensor.nbytes
     if not nbytes:
         return memoryview(bytearray())

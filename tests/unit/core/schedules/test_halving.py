@@ -19,7 +19,8 @@ from ncz_plugins.core.codec.quantize import measure
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import UnsupportedError
 from ncz_plugins.core.group import Group
-from ncz_plugins.core.planning import layout_of_sum, plan, segments_of_sum
+from ncz_plugins.core.planning import layout_of_sum, segments_of_sum
+from ncz_plugins.core.run import decide
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, halving, ring
@@ -355,8 +356,9 @@ def test_tensors_on_gpus_are_refused():
     config = Config(transport={"schedule": "halving", "min_bytes": 0}).resolved()
     group = Group(Training(config), config, range(3), 0).for_gpus()
     tensor = torch.zeros(9)
-    call = Call("all_reduce", tensor, tensor, SUM, config=config, parts=[ParameterSlice(None, 9)])
+    call = Call("all_reduce", tensor, tensor, SUM, parts=[ParameterSlice(None, 9)])
     with pytest.raises(
         UnsupportedError, match="schedule: halving moves tensors in host memory only.*auto, direct or ring"
     ):
-        plan(group, call)
+        decide(group, call)
+    assert group.calls == 0
