@@ -5,6 +5,7 @@ from __future__ import annotations
 from .call import Call
 from .call_queue import CallQueue
 from .group import Group
+from .planning import plan
 from .run import count_plain, decide, enter, run, run_plain
 from .runtime.device import HOST
 from .runtime.handle import Handle
@@ -47,6 +48,10 @@ class HostCalls:
         if is_quick and not async_op:
             self._queue.run(call.collective, HOST, way, self._group, call)
             return None
+        # A plan has views of the caller's tensors. Those made by another thread would count what is written as changes
+        # of the tensors, and an operator of torch that began the call has returned by then: checkpoints refuse its result.
+        if not is_plain and call.plan is None:
+            call.plan = plan(self._group, call)
         handle = self._queue.submit(call.collective, HOST, way, self._group, call)
         if call.is_verified:
             self._group.state.wait_at_end_of_step(handle)
