@@ -6,8 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from mmap import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.text import Text
 
@@ -85,7 +84,10 @@ def _apply(options: argparse.Namespace) -> None:
     from ..weights.apply import read_patches
     from ..weights.files import FileBytes, apply_file_patch, require_base_file
 
-    base, patches = None if options.base is None else _read(options.base), [_mapped(each) for each in options.patch]
+    # A base that is written over in place must not be read any more while that happens.
+    is_replaced = options.base is not None and _is_same_file(options.base, options.new)
+    base = None if options.base is None else _read(options.base, is_replaced)
+    patches = [_content(each) for each in options.patch]
     with _writing(options.new), _naming(", ".join(options.patch)):
         version = read_patches(patches, key)
         require_base_file(version, base)
@@ -100,7 +102,7 @@ def _show(options: argparse.Namespace) -> None:
     key = _key(options)
     from ..weights.apply import read_patch
 
-    patch = _mapped(options.patch)
+    patch = _content(options.patch)
     with _naming(options.patch):
         contents, _ = read_patch(patch, key)
     base = (
@@ -187,11 +189,12 @@ def _counting(title: str) -> Iterator[Callable[[int, int], None]]:
 # ------------------------------------------------------------------ reading and writing
 
 
-def _read(file: str) -> WeightFile:
-    """Read a safetensors file. Errors name it."""
-    from ..weights.files import read_file
+def _read(file: str, is_replaced: bool = False) -> WeightFile:
+    """Read a safetensors file, mapped into memory unless it is replaced. Errors name it."""
+    from ..weights.files import mapped, read_file
 
-    data = _mapped(file)
+    with _reading(file) as opened:
+        data = opened.read() if is_replaced else mapped(opened)
     try:
         return read_file(data)
     except UnsupportedError as error:
@@ -204,21 +207,39 @@ def _key(options: argparse.Namespace) -> bytes | None:
         return None
     from ..weights.keys import require_key
 
-    key = bytes(_mapped(options.key_file))
+    key = _content(options.key_file)
     with _naming(options.key_file):
         require_key(key)
     return key
 
 
-def _mapped(file: str) -> mmap | bytes:
-    """The bytes of a file; `-` is standard input."""
-    from ..weights.files import mapped
+def _content(file: str) -> bytes:
+    """The bytes of a file, which stay as they are whatever happens to it: a key is compared with what is used."""
+    with _reading(file) as opened:
+        return opened.read()
 
+
+@contextmanager
+def _reading(file: str) -> Iterator[BinaryIO]:
+    """Context manager that opens a file and turns OSError into an error that names it."""
     try:
-        with open("/dev/stdin" if file == "-" else file, "rb") as opened:
-            return mapped(opened)
+        with open(_path(file), "rb") as opened:
+            yield opened
     except OSError as error:
         raise UnsupportedError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def _path(file: str) -> str:
+    """`-` is standard input."""
+    return "/dev/stdin" if file == "-" else file
+
+
+def _is_same_file(source: str, target: str) -> bool:
+    """Whether both are one file that is there."""
+    try:
+        return os.path.samefile(_path(source), target)
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -80,8 +80,11 @@ def write_whole(path: str | os.PathLike, data: bytes | str | Iterable[bytes]) ->
     """Write a file; text as UTF-8. Pieces of a file may be iterated more than once. Raises OSError.
 
     A reader of a regular file sees either the whole old content or the whole new content. If the disk is full, the old
-    content stays. An existing file keeps its mode and owner. A file that can't be replaced (a mount point, or a file in
-    another user's folder) is overwritten in place.
+    content stays. An existing file keeps its mode and owner.
+
+    A file that can't be replaced (a mount point, or a file in another user's folder) is overwritten in place. Space is
+    taken first, so a full disk still leaves the old content; readers, and whoever interrupts this, see half of the new
+    one. So pieces must not be read from the file while they are written, nor from its mapping.
     """
     data = data.encode() if isinstance(data, str) else data
     pieces = [data] if isinstance(data, bytes) else data

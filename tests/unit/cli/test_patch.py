@@ -1,5 +1,6 @@
 """`ncz patch`: files of safetensors or checkpoints in, patches out, and back."""
 
+import errno
 import os
 import pty
 import subprocess
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ncz_plugins import TensorPart, apply_patch, make_patch
 from ncz_plugins.cli.main import main
+from ncz_plugins.weights import apply, keys
 from ncz_plugins.weights.make import make_patch_of
 from ncz_plugins.weights.tensors import held_in
 
@@ -53,6 +55,43 @@ def test_files_come_out_byte_by_byte(versions):
     assert main(["patch", "make", "newest.safetensors", "v3.patch", "--base", "new.safetensors"]) == 0
     assert main(["patch", "apply", "v3.patch", "latest.safetensors", "--base", "made.safetensors"]) == 0
     assert Path("latest.safetensors").read_bytes() == Path("newest.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("base", ["old.safetensors", "link"])
+def test_the_base_itself_becomes_the_new_version_also_where_it_cannot_be_replaced(versions, monkeypatch, base):
+    """A mount point, say, is overwritten: its tensors move, while unchanged ones are still to be copied."""
+    os.symlink("old.safetensors", "link")
+    old = load_file("old.safetensors")
+    save_file(old | {"a": torch.ones(700)}, "new.safetensors", {"format": "pt"})
+    assert main(["patch", "make", "new.safetensors", "v2.patch", "--base", "old.safetensors"]) == 0
+
+    def busy(source: str, target: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), target)
+
+    monkeypatch.setattr(os, "replace", busy)
+    inode = os.stat("old.safetensors").st_ino
+    assert main(["patch", "apply", "v2.patch", "old.safetensors", "--base", base]) == 0
+    assert os.stat("old.safetensors").st_ino == inode
+    assert Path("old.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+
+
+def test_a_patch_that_changes_while_it_is_applied_is_the_one_whose_key_was_compared(versions, monkeypatch):
+    """Somebody overwrites the file in place once its checksum has been compared."""
+    Path("key").write_bytes(bytes(range(32)))
+    assert main(["patch", "make", "new.safetensors", "v2.patch", "--key-file", "key"]) == 0
+    patch, compare = Path("v2.patch").read_bytes(), keys.without_tag
+
+    def compare_and_overwrite(*given):
+        body = compare(*given)
+        with open("v2.patch", "r+b") as file:
+            file.write(bytes(len(patch)))
+        return body
+
+    monkeypatch.setattr(apply, "without_tag", compare_and_overwrite)
+    assert main(["patch", "apply", "v2.patch", "made.safetensors", "--key-file", "key"]) == 0
+    assert Path("made.safetensors").read_bytes() == Path("new.safetensors").read_bytes()
+    Path("v2.patch").write_bytes(patch)
+    assert main(["patch", "show", "v2.patch", "--key-file", "key"]) == 0
 
 
 def test_patches_with_a_key(versions, capsys):
