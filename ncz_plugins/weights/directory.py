@@ -112,7 +112,8 @@ def publish_version(
     # Changes are made from the newest version, unless a whole one is due.
     number = max(numbers_in(folder), default=0) + 1
     reader = _Reader(folder, {} if base is None else _hashed(Path(base)), key)
-    older = None if _is_whole_due(reader, number, whole_every) else reader.manifest(number - 1)
+    is_whole = _is_whole_due(_Reader(folder, {}, key), number, whole_every)  # readers lack what the publisher holds
+    older = None if is_whole else reader.manifest(number - 1)
     done = _Done(progress, sum(path.stat().st_size for path in sources.values()) * (1 if older is None else 2))
     with _naming_files(), new_folder(folder / f"{number:08d}") as partial:
         publisher = _Publisher(reader, older, partial, done)
@@ -393,12 +394,17 @@ class _Reader:
             raise problems[0]
         raise MismatchError(f"{self.folder}: holds no version yet: wait until one is published")
 
+    def origin(self, number: int, name: str) -> int:
+        """The version whose directory holds a file or its patch: `number`, or what it is made of."""
+        while (row := self._row(number, name)).stored == "base" and row.sha256 not in self._held:
+            number = self.manifest(number).base
+        return number
+
     def pieces(self, number: int, name: str) -> Iterator[bytes | memoryview]:
         """The bytes of a file of a version."""
+        number = self.origin(number, name)
         row = self._row(number, name)
-        if row.stored == "base" and row.sha256 not in self._held:
-            yield from self.pieces(self.manifest(number).base, name)
-        elif row.stored == "patch" and row.sha256 not in self._held:
+        if row.stored == "patch" and row.sha256 not in self._held:
             yield from FileBytes(self.file(number, name))
             self.forget()
         else:
@@ -417,15 +423,24 @@ class _Reader:
 
     def _file(self, number: int, name: str) -> WeightFile:
         row, path = self._row(number, name), self.directory(number) / name
-        if row.stored == "file" or row.sha256 in self._held:
-            with _naming(path), self._open(number, name) as file:
-                return read_file(mapped(file))
+        is_held = row.sha256 in self._held
+        if row.stored == "file" or is_held:
+            with self._open(number, name) as file:
+                if not is_held:
+                    require(path, _stored(_chunks(file), _Done(None, 0)), row)
+                    file.seek(0)
+                with _naming(path):
+                    return read_file(mapped(file))
         base = self.manifest(number).base
         if row.stored == "base":
             return self.file(base, name)
+        # What is compared is what is parsed: a patch is read, not mapped, so it may change or shrink meanwhile.
         path = path.with_name(name + PATCH)
-        with _naming(path), open_stored(path, row.patch) as file:
-            patch = read_patches(mapped(file))
+        with open_stored(path, row.patch) as file:
+            data = file.read(row.patch.bytes)
+        require(path, _stored([data], _Done(None, 0)), row.patch)
+        with _naming(path):
+            patch = read_patches(data)
         return apply_file_patch(patch, self.base(base, name, row.moved))
 
     def base(self, number: int, name: str, moved: Mapping[str, str]) -> WeightFile | None:
@@ -456,8 +471,9 @@ def _make(reader: _Reader, number: int, into: Path, progress: Progress | None) -
     done = _Done(progress, sum(row.bytes for row in files.values()))
     with _naming_files(), new_folder(into) as partial:
         for name, row in files.items():
-            with _naming(reader.directory(number) / name):
-                require(into / name, _write(partial / name, reader.pieces(number, name), done, row.bytes), row)
+            path = reader.directory(reader.origin(number, name)) / name
+            with _naming(path):
+                require(path, _write(partial / name, reader.pieces(number, name), done, row.bytes), row)
                 if name.endswith(INDEX):
                     require_index(partial / name, files)
         rows = {name: Row(bytes=row.bytes, sha256=row.sha256, stored="file") for name, row in files.items()}
@@ -554,12 +570,13 @@ class _Hashed:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put a file in front of errors in making it."""
+    """Put a file of a version in front of errors in making it, unless they name a file of the folder already."""
     try:
         yield
     except (FrameError, MismatchError, UnsupportedError) as error:
         kind = FrameError if isinstance(error, UnsupportedError) else type(error)
-        raise kind(f"{path}: {error}") from error
+        is_named = str(error).startswith(f"{path.parent.parent}{os.sep}")
+        raise kind(str(error) if is_named else f"{path}: {error}") from error
 
 
 @contextmanager

@@ -88,6 +88,8 @@ def read_manifest(directory: Path, key: bytes | None = None) -> Manifest:
             raise ValueError(f"it has more than {_MAX_JSON_BYTES} bytes")
         manifest = Manifest.model_validate_json(text)
         for name, row in manifest.files.items():
+            if not name.endswith(SUFFIXES) or name == MANIFEST:
+                raise ValueError(f"{name}: is no file of a checkpoint ({', '.join(SUFFIXES)})")
             needs_base = row.stored != "file"
             if (row.patch is None) != (row.stored != "patch") or (needs_base and manifest.base is None):
                 raise ValueError(f"{name}: contradicts itself")

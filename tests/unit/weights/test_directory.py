@@ -446,6 +446,9 @@ FORGED = {
     "another SHA-256": (lambda manifest: manifest["files"][FILE].update(sha256="0" * 64), "another SHA-256"),
     "no SHA-256": (lambda manifest: manifest["files"][FILE].update(sha256="../x"), "sha256"),
     "a list": (lambda manifest: [1], "version.json"),
+    "code": (rename("modeling_x.py"), "modeling_x.py: is no file of a checkpoint"),
+    "a pickle": (rename("pytorch_model.bin"), "pytorch_model.bin: is no file of a checkpoint"),
+    "a manifest": (rename("version.json"), "version.json: is no file of a checkpoint"),
 }
 
 
@@ -604,6 +607,50 @@ def test_damaged_and_missing_files_are_named(damage, file, published):
     publish_version(versions, new, keep=1)
     fetch_version(versions, published / "after")
     assert content(published / "after") == content(new) and 7 in [each.number for each in list_versions(versions)]
+
+
+def flip(path: Path) -> None:
+    """Change one bit of the last byte, which belongs to a tensor."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("file", [f"00000006/{FILE}.patch", f"00000004/{FILE}", "00000005/config.json"])
+def test_a_wrong_bit_is_named_where_it_lies_and_nothing_is_built_on_it(file, published):
+    """Neither by readers nor by the publisher. Names and sizes are right, so that nothing else tells."""
+    versions, new = published / "versions", checkpoint(published / "step-7", weights(7), step=7)
+    if file.endswith(".json"):  # which newer versions take as it is
+        forged(published, lambda manifest: manifest["files"].update({"config.json": row_of(versions / file)}))
+    flip(versions / file)
+    calls = [lambda: fetch_version(versions, published / "into", 6), lambda: verify_versions(versions)]
+    if not file.endswith(".json"):
+        calls.append(lambda: publish_version(versions, new, whole_every=100))
+    for call in calls:
+        with pytest.raises(FrameError, match=f"^{versions / file}: has another SHA-256.*whole_every=1"):
+            call()
+    assert not (published / "into").exists() and not (versions / "00000007").exists()
+    assert publish_version(versions, new, whole_every=1) == 7
+    fetch_version(versions, published / "after")
+    assert content(published / "after") == content(new)
+
+
+def row_of(path: Path) -> dict:
+    """The row of a file that the base has, too."""
+    data = path.read_bytes()
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "stored": "base"}
+
+
+@pytest.mark.parametrize("gone", [f"00000001/{FILE}", "00000001"])
+def test_a_publisher_with_the_base_sees_that_readers_lack_a_file(gone, tmp_path):
+    """The newest version can't be made any more, although the publisher holds its files: a whole one follows."""
+    versions = tmp_path / "versions"
+    steps = [checkpoint(tmp_path / f"step-{step}", weights(step), step=step) for step in (1, 2, 3)]
+    for step in (1, 2):
+        publish_version(versions, steps[step - 1])
+    (versions / gone).rename(tmp_path / "gone")
+    assert publish_version(versions, steps[2], steps[1]) == 3
+    assert fetch_version(versions, tmp_path / "into") == 3
+    assert content(tmp_path / "into") == content(steps[2])
 
 
 @pytest.fixture(scope="module")
