@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -29,6 +29,7 @@ from .manifest import (
     AGAIN,
     INDEX,
     MANIFEST,
+    MAX_NUMBER,
     NAME,
     PATCH,
     SUFFIXES,
@@ -93,31 +94,39 @@ def publish_version(
         base: the checkpoint that was published before, if its folder is still there. Otherwise it is made again.
         whole_every: a whole version follows after this many at the latest, up to 100, and as soon as the patches
             since the last one take more bytes than it.
-        keep: number of versions to keep, besides those that they are made of. None: all.
+        keep: number of versions to keep, besides those that they are made of. None: all. Versions that can't be removed
+            stay, and all do while one of them is damaged.
         progress: called with the bytes that are done, and all bytes.
         key: 16 bytes or more, which readers have, too. Manifests then have a keyed checksum (HMAC-SHA256), and so all
             of a version does, for places that others can write to.
 
-    Raises UnsupportedError if the checkpoint is not complete or can't be read, or if another publisher is at work,
-    FrameError if the version before is damaged, and PatchKeyError if it has another key.
+    Raises UnsupportedError if the checkpoint is not complete, can't be read or changes meanwhile, or if another
+    publisher is at work, FrameError if the version before is damaged, and PatchKeyError if it has another key.
     """
     require_key(key)
     if not 1 <= whole_every <= _MAX_CHAIN or (keep is not None and keep < 1):
         raise ValueError(f"whole_every must be 1 to {_MAX_CHAIN}, and keep 1 or more, got {whole_every} and {keep}")
     folder, sources = Path(os.path.abspath(folder)), _files_of(Path(checkpoint))
-    with _naming_files():
+    with _naming_files(folder):
+        before = _states(sources.values())
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_REMOVED}*"):
             shutil.rmtree(left, ignore_errors=True)
     # Changes are made from the newest version, unless a whole one is due.
     number = max(numbers_in(folder), default=0) + 1
+    if number > MAX_NUMBER:
+        raise UnsupportedError(f"{folder}: {MAX_NUMBER} is the last number of a version: remove what is no version")
     reader = _Reader(folder, {} if base is None else _hashed(Path(base)), key)
     is_whole = _is_whole_due(_Reader(folder, {}, key), number, whole_every)  # readers lack what the publisher holds
     older = None if is_whole else reader.manifest(number - 1)
-    done = _Done(progress, sum(path.stat().st_size for path in sources.values()) * (1 if older is None else 2))
-    with _naming_files(), new_folder(folder / f"{number:08d}") as partial:
+    done = _Done(progress, sum(nbytes for _, nbytes, _ in before.values()) * (1 if older is None else 2))
+    with _naming_files(folder), new_folder(folder / f"{number:08d}") as partial:
         publisher = _Publisher(reader, older, partial, done)
         rows = {name: publisher.store(path) for name, path in sources.items()}
+        # Sizes and SHA-256 would be those of a checkpoint that never was.
+        for path, state in _states(sources.values()).items():
+            if state != before[path]:
+                raise UnsupportedError(f"{path}: was changed while it was published: publish it again")
         manifest = Manifest(format=1, version=number, base=older and older.version, files=rows)
         text = json_of(manifest)
         if key is not None:
@@ -200,7 +209,7 @@ def list_versions(folder: str | os.PathLike, key: bytes | None = None) -> list[L
         problem = reader.problem(number)
         try:
             manifest = reader.manifest(number)
-        except FrameError:
+        except (FrameError, MismatchError):
             listed.append(Listed(number, None, 0, str(problem)))
             continue
         own = [row.patch or row for row in manifest.files.values() if row.stored != "base"]
@@ -278,6 +287,12 @@ def _files_of(checkpoint: Path) -> dict[str, Path]:
     return sources
 
 
+def _states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int]]:
+    """What tells that a file was changed or replaced: its inode, size and time. Raises OSError."""
+    found = {path: path.stat() for path in paths}
+    return {path: (each.st_ino, each.st_size, each.st_mtime_ns) for path, each in found.items()}
+
+
 def _is_whole_due(reader: _Reader, number: int, whole_every: int) -> bool:
     """Whether version `number` is to be whole: there is nothing to change, or its chain would be long or large."""
     problem = None if number == 1 else reader.problem(number - 1)
@@ -295,13 +310,15 @@ def _remove_old(reader: _Reader, keep: int) -> None:
     numbers = numbers_in(reader.folder)
     try:
         needed = {manifest.version for number in numbers[-keep:] for manifest in reader.chain(number)}
-    except FrameError:
-        return  # what a damaged version is made of is unknown
+    except (FrameError, MismatchError):
+        return  # what a version is made of is unknown if one of them is damaged or gone
     for number in set(numbers) - needed:
         # Readers find the version or they don't, never half of it.
+        # One that can't be removed stays for the next publisher: this one has published already.
         left = reader.folder / f"{_REMOVED}{number:08d}"
-        os.rename(reader.directory(number), left)
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            os.rename(reader.directory(number), left)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 # ------------------------------------------------------------------ reading
@@ -469,7 +486,7 @@ def _make(reader: _Reader, number: int, into: Path, progress: Progress | None) -
     if problem is not None:
         raise problem
     done = _Done(progress, sum(row.bytes for row in files.values()))
-    with _naming_files(), new_folder(into) as partial:
+    with _naming_files(into), new_folder(into) as partial:
         for name, row in files.items():
             path = reader.directory(reader.origin(number, name)) / name
             with _naming(path):
@@ -495,7 +512,7 @@ def _hashed(checkpoint: Path) -> dict[str, Path]:
     """The files of a checkpoint by SHA-256."""
     held = {}
     for path in _files_of(checkpoint).values():
-        with path.open("rb") as file:
+        with _naming_files(path), path.open("rb") as file:
             held[hashlib.file_digest(file, "sha256").hexdigest()] = path
     return held
 
@@ -580,11 +597,11 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_files() -> Iterator[None]:
-    """Turn OSError into an error that names the file."""
+def _naming_files(place: Path) -> Iterator[None]:
+    """Turn OSError into an error that names the file; `place` if it names none, as that of a full disk."""
     try:
         yield
     except BlockingIOError as error:
         raise UnsupportedError(f"{error.filename}: another process makes it: wait until it has ended") from None
     except OSError as error:
-        raise UnsupportedError(f"{error.filename}: {error.strerror or error}") from None
+        raise UnsupportedError(f"{error.filename or place}: {error.strerror or error}") from None

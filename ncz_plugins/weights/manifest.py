@@ -23,7 +23,8 @@ from .keys import tag_of
 MANIFEST, TAG = "version.json", "version.hmac"
 WEIGHTS, INDEX, PATCH = ".safetensors", ".safetensors.index.json", ".patch"
 SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")  # of files that belong to a checkpoint
-_NUMBER = re.compile(r"\d{8}")
+_NUMBER = re.compile(r"[0-9]{8}")
+MAX_NUMBER = 10**8 - 1  # of a version
 AGAIN = "copy the folder again, or publish a whole version (whole_every=1)"  # the remedy of damage
 _MAX_TAG_BYTES = 128
 _MAX_JSON_BYTES = 64 << 20  # of a manifest or an index
@@ -32,7 +33,7 @@ _MAX_JSON_BYTES = 64 << 20  # of a manifest or an index
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,199}"
 _Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 48)]
-_Number = Annotated[int, Field(ge=1, lt=10**8)]
+_Number = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
 
 class _Strict(BaseModel):
@@ -72,7 +73,8 @@ class Manifest(_Strict):
 def numbers_in(folder: Path) -> list[int]:
     """The numbers of the versions in a folder, sorted."""
     try:
-        return sorted(int(each.name) for each in folder.iterdir() if _NUMBER.fullmatch(each.name))
+        found = [each for each in folder.iterdir() if _NUMBER.fullmatch(each.name) and each.is_dir()]
+        return sorted(int(each.name) for each in found)
     except OSError as error:
         raise UnsupportedError(f"{folder}: can't be read: {error.strerror}: name a folder of versions") from None
 

@@ -3,10 +3,12 @@
 Also of a folder that is copied, removed, damaged or forged meanwhile.
 """
 
+import errno
 import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -32,6 +34,7 @@ from ncz_plugins import (
     stage_patch,
     verify_versions,
 )
+from ncz_plugins.weights import directory
 from ncz_plugins.weights.directory import list_versions
 from ncz_plugins.weights.tensors import SAFETENSORS_BITS
 
@@ -405,6 +408,89 @@ def test_a_copy_never_misleads_in_whatever_order_files_arrive(order, published):
             assert number >= newest and content(into) == expected[number]
             newest = number
     assert newest == 6
+
+
+def test_a_version_is_published_even_if_old_ones_cannot_go(published, monkeypatch):
+    """One of them is gone, so that it is unknown what others are made of; or the system doesn't let it be removed."""
+    versions, new = published / "versions", checkpoint(published / "step-7", weights(7), step=7)
+    shutil.rmtree(versions / "00000004")
+    assert publish_version(versions, new, keep=2) == 7
+
+    rename = os.rename
+
+    def denied(path: Path, to: Path) -> None:
+        if ".ncz-removed" in str(to):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        rename(path, to)
+
+    monkeypatch.setattr(os, "rename", denied)
+    before = {path.name for path in versions.iterdir()}
+    assert publish_version(versions, new, keep=1, whole_every=1) == 8
+    assert {path.name for path in versions.iterdir()} == before | {"00000008"}
+    monkeypatch.undo()
+    assert publish_version(versions, new, keep=1, whole_every=1) == 9 and os.listdir(versions) == ["00000009"]
+
+
+def test_names_that_are_no_versions(published):
+    """A file is none, whatever its name. A folder with the last number leaves none, which is said at once."""
+    versions, new = published / "versions", checkpoint(published / "step-7", weights(7), step=7)
+    (versions / "20261129").touch()
+    (versions / "٠٠٠٠٠٠٠٩").mkdir()
+    assert [each.number for each in list_versions(versions)] == verify_versions(versions) == [1, 2, 3, 4, 5, 6]
+    assert publish_version(versions, new) == 7
+    (versions / "99999999").mkdir()
+    calls = []
+    with pytest.raises(UnsupportedError, match="99999999 is the last number of a version: remove"):
+        publish_version(versions, new, progress=lambda *done: calls.append(done))
+    assert not calls
+
+
+def test_a_version_that_is_removed_while_versions_are_listed_has_no_manifest(published, monkeypatch):
+    numbers = directory.numbers_in
+
+    def numbers_and_one_more(folder: Path) -> list[int]:
+        return [*numbers(folder), 7]
+
+    monkeypatch.setattr(directory, "numbers_in", numbers_and_one_more)
+    gone = list_versions(published / "versions")[-1]
+    assert gone.number == 7 and gone.manifest is None and "version 7 is not there, or was removed" in gone.problem
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_checkpoint_that_changes_while_it_is_published_is_refused(how, published):
+    """A trainer saves the next one. It would be a version that nobody can fetch."""
+    versions = published / "versions"
+    new, newer = (checkpoint(published / f"step-{step}", weights(step), step=step) for step in (7, 8))
+
+    def save(done: int, of: int) -> None:
+        data = (newer / FILE).read_bytes()
+        if how == "replaced":
+            (new / FILE).unlink()
+        (new / FILE).write_bytes(data)
+
+    with pytest.raises(UnsupportedError, match=f"{new / FILE}: was changed while it was published"):
+        publish_version(versions, new, progress=save)
+    assert publish_version(versions, new) == 7
+    fetch_version(versions, published / "into")
+    assert content(published / "into") == content(new)
+
+
+@pytest.fixture
+def full_disk():
+    """Files may have few bytes only: writing more fails as on a full disk, and names no file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_said_of_the_folder_that_is_written(published, full_disk):
+    for folder, call in (
+        ("new", lambda folder: publish_version(folder, published / "step-1")),
+        ("into", lambda folder: fetch_version(published / "versions", folder)),
+    ):
+        with pytest.raises(UnsupportedError, match=f"^{published / folder}: File too large"):
+            call(published / folder)
 
 
 # ------------------------------------------------------------------ damage and forgery
