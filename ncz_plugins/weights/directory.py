@@ -159,12 +159,14 @@ def fetch_version(
         progress: see `publish_version`.
         key: that of the publisher, if it has one.
 
-    Raises PatchKeyError if the key of a version is another one, FrameError if a file is damaged or missing,
-    MismatchError if there is no such version or it was removed while it was read, and UnsupportedError if `into` can't
-    be written.
+    Raises PatchKeyError if a version has another key, or one although none is given; FrameError if a file is damaged or
+    missing, as `version.hmac` is if a key is given and the version has none; MismatchError if there is no such version
+    or it was removed while it was read; and UnsupportedError if `into` can't be written.
     """
     folder, into = Path(os.path.abspath(folder)), Path(os.path.abspath(into))
     require_key(key)
+    if version is not None:
+        _Reader(folder, {}, key).manifest(version)  # is it there? A base may take long to be read
     reader = _Reader(folder, {} if base is None else _held(Path(base)), key)
     number = reader.newest() if version is None else version
     try:
@@ -178,19 +180,21 @@ def fetch_version(
 
 
 def verify_versions(folder: str | os.PathLike, progress: Progress | None = None, key: bytes | None = None) -> list[int]:
-    """Read all files of a folder of versions, or of one that `fetch_version` made. Returns the numbers of the versions.
+    """Read all files of a folder of versions, of one version in it, or of what `fetch_version` made.
 
     Args:
         progress, key: see `fetch_version`. What it made has no key.
 
-    Raises FrameError, which names the file and what to do, if one is damaged or missing.
+    Returns the numbers of the versions. Raises FrameError, which names the file and what to do, if one is damaged or
+    missing, and MismatchError if a version is removed meanwhile.
     """
     folder = Path(folder)
+    require_key(key)
     if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        numbers, found = [manifest.version], {folder / name: row for name, row in manifest.files.items()}
+        manifest = read_manifest(folder, key if os.path.lexists(folder / TAG) else None)
+        own = {name + PATCH if row.patch else name: row.patch or row for name, row in manifest.own.items()}
+        numbers, found = [manifest.version], {folder / name: stored for name, stored in own.items()}
     else:
-        require_key(key)
         reader, numbers = _Reader(folder, {}, key), numbers_in(folder)
         found = {path: stored for number in numbers for path, stored in reader.needed(number)}
     if not numbers:
@@ -212,8 +216,8 @@ def list_versions(folder: str | os.PathLike, key: bytes | None = None) -> list[L
         except (FrameError, MismatchError):
             listed.append(Listed(number, None, 0, str(problem)))
             continue
-        own = [row.patch or row for row in manifest.files.values() if row.stored != "base"]
-        listed.append(Listed(number, manifest, sum(each.bytes for each in own), problem and str(problem)))
+        own_bytes = sum((row.patch or row).bytes for row in manifest.own.values())
+        listed.append(Listed(number, manifest, own_bytes, problem and str(problem)))
     return listed
 
 

@@ -69,6 +69,11 @@ class Manifest(_Strict):
     base: _Number | None
     files: dict[_Name, Row]
 
+    @property
+    def own(self) -> dict[str, Row]:
+        """The files that lie beside the manifest, themselves or as a patch."""
+        return {name: row for name, row in self.files.items() if row.stored != "base"}
+
 
 def numbers_in(folder: Path) -> list[int]:
     """The numbers of the versions in a folder, sorted."""
@@ -109,6 +114,11 @@ def _require_tag(path: Path, text: bytes, key: bytes | None) -> None:
         if os.path.lexists(path):
             raise PatchKeyError(f"{path}: is a keyed checksum, and no key was given: pass the publisher's key")
         return
+    if not os.path.lexists(path) and path.parent.exists():
+        raise FrameError(
+            f"{path}: is missing, and a key was given: copy the folder again, publish with the key, or pass no key if "
+            "nobody else can write there"
+        )
     with open_stored(path) as file:
         found = file.read(_MAX_TAG_BYTES)
     if not hmac.compare_digest(found.strip(), tag_text(text, key)):

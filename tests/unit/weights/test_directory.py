@@ -284,8 +284,9 @@ def test_old_versions_go_and_what_kept_ones_are_made_of_stays(keep, tmp_path):
 
 
 def test_a_version_that_is_not_there_is_named(published):
-    with pytest.raises(MismatchError, match="version 9 is not there, or was removed; versions are 1 to 6"):
-        fetch_version(published / "versions", published / "into", 9)
+    for base in (None, "none"):  # which is not even looked at
+        with pytest.raises(MismatchError, match="version 9 is not there, or was removed; versions are 1 to 6"):
+            fetch_version(published / "versions", published / "into", 9, base)
     assert not (published / "into").exists()
 
 
@@ -599,8 +600,9 @@ def test_an_old_manifest_is_not_taken_for_a_new_one(keyed):
 
 def test_a_key_that_comes_later_begins_with_a_whole_version(published):
     versions, new = published / "versions", checkpoint(published / "step-7", weights(7), step=7)
-    with pytest.raises(FrameError, match="version.hmac: can't be read"):
+    with pytest.raises(FrameError, match="version.hmac: is missing, and a key was given: .*pass no key") as caught:
         fetch_version(versions, published / "into", key=KEY)
+    assert not isinstance(caught.value, PatchKeyError)  # it may be on its way
     assert publish_version(versions, new, key=KEY) == 7
     assert fetch_version(versions, published / "into", key=KEY) == 7
     assert json.loads((versions / "00000007" / "version.json").read_text())["base"] is None
@@ -718,6 +720,35 @@ def test_a_wrong_bit_is_named_where_it_lies_and_nothing_is_built_on_it(file, pub
     assert publish_version(versions, new, whole_every=1) == 7
     fetch_version(versions, published / "after")
     assert content(published / "after") == content(new)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_version_is_verified_by_itself(number, keyed):
+    """What lies in its directory. The key is compared if it has one."""
+    version = keyed / "versions" / f"{number:08d}"
+    assert verify_versions(version, key=KEY) == [number]
+    for key in (None, OTHER):
+        with pytest.raises(PatchKeyError, match="version.hmac"):
+            verify_versions(version, key=key)
+    (version / "version.hmac").unlink()
+    assert verify_versions(version) == [number]
+    file = next(path for path in sorted(version.iterdir()) if FILE in path.name)
+    flip(file)
+    with pytest.raises(FrameError, match=f"^{file}: has another SHA-256"):
+        verify_versions(version)
+
+
+def test_a_patch_that_is_cut_off_while_it_is_applied_changes_nothing(published, monkeypatch):
+    """A mapped file would end the process."""
+    versions, apply = published / "versions", directory.apply_file_patch
+
+    def cut_off_and_apply(*given):
+        os.truncate(versions / "00000006" / f"{FILE}.patch", 0)
+        return apply(*given)
+
+    monkeypatch.setattr(directory, "apply_file_patch", cut_off_and_apply)
+    fetch_version(versions, published / "into", 6)
+    assert content(published / "into") == content(published / "step-6")
 
 
 def row_of(path: Path) -> dict:
