@@ -48,8 +48,8 @@ class HostCalls:
         if is_quick and not async_op:
             self._queue.run(call.collective, HOST, way, self._group, call)
             return None
-        # A plan has views of the caller's tensors. Those made by another thread would count what is written as changes
-        # of the tensors, and an operator of torch that began the call has returned by then: checkpoints refuse its result.
+        # A plan has views of the caller's tensors. If another thread made them, what it writes would count as changes
+        # of the tensors after the operator that began the call has returned: activation checkpoints refuse that.
         if not is_plain and call.plan is None:
             call.plan = plan(self._group, call)
         handle = self._queue.submit(call.collective, HOST, way, self._group, call)
