@@ -6,7 +6,8 @@ carries the bytes over torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -169,7 +170,59 @@ class WeightSubscriber:
             return self.apply(ask(None))
 
 
-class WeightSync:
+class PatchExchange(ABC):
+    """One version from a trainer to workers that hold different ones, in three collectives.
+
+    1. All gather the identities that the workers have: the bases of the patches.
+    2. The trainer broadcasts, for each base, where its patch begins in the bytes that follow, and its length.
+    3. The trainer broadcasts these bytes: all patches, one behind the other.
+    """
+
+    @abstractmethod
+    def _gather(self, own: int) -> Iterable[int]:
+        """The numbers of all workers, not that of the trainer, which gives any. Raises PeerError."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        """The trainer's tensor, in host memory. All pass a tensor of its size and dtype. Raises PeerError."""
+
+    def _send(self, publisher: WeightPublisher) -> int:
+        """Send the newest version of a publisher. Returns the bytes that each worker gets."""
+        bases = self._gather_bases()
+        if not bases:  # the trainer is alone
+            return 0
+        patches = [publisher.patch(None if base == _NO_VERSION else base) for base in bases]
+        # All bases that the publisher does not keep have the same patch, the whole version. It is sent once.
+        distinct = list({id(patch): patch for patch in patches}.values())
+        starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
+        places = [[starts[id(patch)], len(patch)] for patch in patches]
+        self._broadcast(torch.tensor(places, dtype=torch.int64, device="cpu"))
+        self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
+        return sum(map(len, distinct))
+
+    def _refuse(self) -> None:
+        """Tell the workers that no version comes. Otherwise they would wait until their time-out."""
+        if bases := self._gather_bases():
+            self._broadcast(torch.full((len(bases), 2), _REFUSED, dtype=torch.int64, device="cpu"))
+
+    def _receive(self, identity: int | None, trainer: str) -> Tensor:
+        """The patch for the version that this worker has. Raises MismatchError if the trainer could not publish."""
+        own = _NO_VERSION if identity is None else identity
+        bases = self._gather_bases(own)
+        places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64, device="cpu"))
+        if (places == _REFUSED).any():
+            raise MismatchError(f"receive: {trainer} could not publish; the error that it raised says why")
+        # All patches, of which one is for the weights of this rank.
+        data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8, device="cpu"))
+        start, size = places[bases.index(own)].tolist()
+        return data[start : start + size]
+
+    def _gather_bases(self, own: int = _NO_VERSION) -> list[int]:
+        """The identities of all workers' weights, each one once, sorted: the same list on every rank."""
+        return sorted(set(self._gather(own)))
+
+
+class WeightSync(PatchExchange):
     """Brings the weights of one rank to all ranks of a process group, as patches.
 
     Every rank makes one of these. Then the trainer calls `publish` and all other ranks call `receive`, at the same
@@ -185,11 +238,6 @@ class WeightSync:
     Attributes:
         bytes_sent: what the trainer sent to each rank for the last version. Stays 0 on workers.
     """
-
-    # One version takes three collectives:
-    # 1. All ranks gather the identities that the workers have: the bases of the patches.
-    # 2. The trainer broadcasts, for each base, where its patch begins in the bytes that follow, and its length.
-    # 3. The trainer broadcasts these bytes: all patches, one behind the other.
 
     def __init__(
         self,
@@ -225,15 +273,9 @@ class WeightSync:
                 )
             version = self._publisher.publish(state)
         except Exception:
-            # Tell the workers. Otherwise they would wait until their time-out.
-            bases = self._gather_bases(_NO_VERSION)
-            if bases:
-                self._broadcast(torch.full((len(bases), 2), _REFUSED, dtype=torch.int64, device="cpu"))
+            self._refuse()
             raise
-        bases = self._gather_bases(_NO_VERSION)
-        # A group of the trainer alone has no workers, and no bases.
-        if bases:
-            self._send_patches(bases)
+        self.bytes_sent = self._send(self._publisher)
         return version
 
     def receive(self) -> dict[str, Tensor]:
@@ -244,39 +286,16 @@ class WeightSync:
         """
         if dist.get_rank() == self._src:
             raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: call publish(state_dict) here")
-        own = self._subscriber.identity
-        own = _NO_VERSION if own is None else own
-        bases = self._gather_bases(own)
-        # Where the patch for each base lies.
-        places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64, device="cpu"))
-        if (places == _REFUSED).any():
-            raise MismatchError(f"receive: rank {self._src} could not publish; the error that it raised says why")
-        # All patches, of which one is for the weights of this rank.
-        data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8, device="cpu"))
-        start, size = places[bases.index(own)].tolist()
-        return self._subscriber.apply(data[start : start + size])
+        return self._subscriber.apply(self._receive(self._subscriber.identity, f"rank {self._src}"))
 
-    def _gather_bases(self, own: int) -> list[int]:
-        """The identities of all workers' weights, each one once, sorted: the same list on every rank."""
+    def _gather(self, own: int) -> list[int]:
         given = torch.tensor([own], dtype=torch.int64, device=self._device)
         gathered = [torch.empty_like(given) for _ in range(self._group.size())]
         with peer_errors("comparing versions of weights"):
             dist.all_gather(gathered, given, group=self._group)
-        return sorted({int(each) for rank, each in enumerate(gathered) if rank != self._src_in_group})
-
-    def _send_patches(self, bases: list[int]) -> None:
-        """Send workers the patches for their bases."""
-        patches = [self._publisher.patch(None if base == _NO_VERSION else base) for base in bases]
-        # All bases that the publisher does not keep have the same patch, the whole version. It is sent once.
-        distinct = list({id(patch): patch for patch in patches}.values())
-        starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
-        places = [[starts[id(patch)], len(patch)] for patch in patches]
-        self._broadcast(torch.tensor(places, dtype=torch.int64, device="cpu"))
-        self.bytes_sent = sum(map(len, distinct))
-        self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
+        return [int(each) for rank, each in enumerate(gathered) if rank != self._src_in_group]
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        """The trainer's tensor, in host memory. All ranks pass a tensor of its size and dtype."""
         sent = tensor.to(self._device)
         with peer_errors("the broadcast of weights"):
             dist.broadcast(sent, self._src, group=self._group)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,17 +25,13 @@ try:
 except ImportError as error:
     raise ImportError("ncz_plugins.weights.engines.verl needs verl 0.9 or newer: pip install verl") from error
 
-from ...core.errors import MismatchError
 from ...core.transport.base import peer_errors
-from ..sync import WeightPublisher
+from ..sync import PatchExchange, WeightPublisher
 from .checkpoint import CheckpointCopy
-
-_NO_VERSION = -1  # in place of the identity of a version, which is 0 or more
-_REFUSED = -1  # in place of the place of a patch
 
 
 @CheckpointEngineRegistry.register("ncz")
-class PatchCheckpointEngine(CheckpointEngine):
+class PatchCheckpointEngine(PatchExchange, CheckpointEngine):
     """Sends what has changed since the version that each rollout has. verl makes one in every worker.
 
     Args:
@@ -102,17 +97,9 @@ class PatchCheckpointEngine(CheckpointEngine):
         try:
             self._publisher.publish(state)
         except Exception:
-            bases = self._gather_bases(_NO_VERSION)
-            self._broadcast(torch.full((len(bases), 2), _REFUSED, dtype=torch.int64, device="cpu"))
+            self._refuse()
             raise
-        # A patch for each version that some rollout has. Those that are not kept have the same one, the whole version.
-        patches = [self._publisher.patch(None if base == _NO_VERSION else base) for base in self._gather_bases()]
-        distinct = list({id(patch): patch for patch in patches}.values())
-        starts = dict(zip(map(id, distinct), accumulate(map(len, distinct), initial=0)))
-        places = [[starts[id(patch)], len(patch)] for patch in patches]
-        self._broadcast(torch.tensor(places, dtype=torch.int64, device="cpu"))
-        self._broadcast(torch.frombuffer(bytearray(b"".join(distinct)), dtype=torch.uint8))
-        self.bytes_sent = sum(map(len, distinct))
+        self.bytes_sent = self._send(self._publisher)
         return {"ncz/bytes_sent": float(self.bytes_sent)}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
@@ -121,29 +108,19 @@ class PatchCheckpointEngine(CheckpointEngine):
         Raises MismatchError if the trainer could not publish, FrameError if a patch is damaged, and PeerError if a
         worker fails.
         """
-        own = self._checkpoint.identity
-        own = _NO_VERSION if own is None else own
-        bases = self._gather_bases(own)
-        places = self._broadcast(torch.zeros(len(bases), 2, dtype=torch.int64, device="cpu"))
-        if (places == _REFUSED).any():
-            raise MismatchError("actor rank 0 could not publish its weights; the error that it raised says why")
-        data = self._broadcast(torch.empty(int(places.sum(1).max()), dtype=torch.uint8, device="cpu"))
-        start, size = places[bases.index(own)].tolist()
-        self._checkpoint.apply([data[start : start + size]])
+        self._checkpoint.apply([self._receive(self._checkpoint.identity, "actor rank 0")])
         device = get_device_name() if get_torch_device().is_available() else "cpu"
         for name, tensor in self._checkpoint.weights.items():
             yield name, tensor.to(device)
 
-    def _gather_bases(self, own: int = _NO_VERSION) -> list[int]:
-        """The identities of all rollouts' versions, each one once, sorted: the same list everywhere."""
+    def _gather(self, own: int) -> list[int]:
         given = torch.tensor([own], dtype=torch.int64, device="cpu")
         gathered = [torch.empty_like(given) for _ in range(self._group.size())]
         with peer_errors("comparing versions of weights"):
             self._group.allgather([gathered], [given]).wait()
-        return sorted({int(each) for each in gathered[1:]})
+        return [int(each) for each in gathered[1:]]
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        """The tensor of actor rank 0. All others pass one of its size and dtype."""
         with peer_errors("the broadcast of weights"):
             self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
         return tensor
