@@ -215,13 +215,16 @@ class _Made(_Lazy):
     def __init__(self, forms: Mapping[str, Form], version: Version, base: Mapping[str, Held]):
         super().__init__(forms)
         self._version, self._base = version, base
+        # What is gone is no part of a version of one tensor; to look through it for each would take long.
+        contents = tuple(each.model_copy(update={"gone": ()}) for each in version.contents)
+        self._of_none = version._replace(contents=contents, parts={}, same_as={})
 
     def __getitem__(self, name: str) -> Held:
         if name not in self._version.parts:
             return self._base[name]
         # The version of this tensor alone.
         older = {} if self._version.is_whole or name not in self._base else {name: self._base[name]}
-        alone = self._version._replace(parts={name: self._version.parts[name]}, same_as={})
+        alone = self._of_none._replace(parts={name: self._version.parts[name]})
         return assemble(alone, older, older, _new)[name]
 
 

@@ -29,15 +29,17 @@ _MAX_ELEMENTS_PER_BYTE = 1024  # of a frame: no coder writes 16,384 elements in 
 _MAX_ELEMENTS = 1 << 62  # torch multiplies sizes in 63 bits
 
 _Word = Annotated[int, Field(ge=0, lt=1 << 32)]
-_Size = Annotated[int, Field(ge=0, lt=1 << 48)]
-_Sizes = Annotated[tuple[_Size, ...], Field(max_length=MAX_DIMENSIONS + 1)]
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+_Sizes = Annotated[tuple[Size, ...], Field(max_length=MAX_DIMENSIONS + 1)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """JSON from anywhere: unknown fields and other types are errors."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-class Entry(_Strict):
+class Entry(Strict):
     """A row of the index: a part of a tensor that is new or has changed.
 
     Attributes:
@@ -53,12 +55,12 @@ class Entry(_Strict):
     name: str
     dtype: str
     shape: _Sizes
-    nbytes: _Size | None = None
+    nbytes: Size | None = None
     offsets: _Sizes | None = None
     sizes: _Sizes | None = None
     from_base: bool = False
     narrow: str | None = None
-    frames: tuple[_Size, ...] = ()
+    frames: tuple[Size, ...] = ()
     digests: tuple[_Word, ...] = ()
     of: str | None = None
 
@@ -78,7 +80,7 @@ class Entry(_Strict):
         return Box(offsets if self.offsets is None else self.offsets, sizes if self.sizes is None else self.sizes)
 
 
-class FileHeader(_Strict):
+class FileHeader(Strict):
     """The header of the safetensors file that a patch makes.
 
     Attributes:
@@ -93,7 +95,7 @@ class FileHeader(_Strict):
     text: str | None = None
 
 
-class Contents(_Strict):
+class Contents(Strict):
     """The index of a patch. A tensor that is not listed in it is the same as in the base.
 
     Attributes:
@@ -107,8 +109,8 @@ class Contents(_Strict):
 
     base: _Word | None
     version: _Word
-    rank: _Size = 0
-    ranks: _Size = 1
+    rank: Size = 0
+    ranks: Size = 1
     tensors: tuple[Entry, ...]
     gone: tuple[str, ...] = ()
     file: FileHeader | None = None

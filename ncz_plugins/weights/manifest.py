@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..core.config import first_problem
 from ..core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
+from .index import Size, Strict
 from .keys import tag_of
 
 MANIFEST, TAG = "version.json", "version.hmac"
@@ -32,18 +33,13 @@ _MAX_JSON_BYTES = 64 << 20  # of a manifest or an index
 # A name in the directory itself: no separator, no `..`, nothing hidden, nothing that a shell reads as an option.
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,199}"
 _Name = Annotated[str, Field(pattern=f"^{NAME}$")]
-_Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 _Number = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class Stored(_Strict):
+class Stored(Strict):
     """Size and content of a file."""
 
-    bytes: _Size
+    bytes: Size
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -61,7 +57,7 @@ class Row(Stored):
     moved: dict[str, _Name] = {}
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """A version. `base` is the number of the version that it changes; None: it is whole."""
 
     format: Literal[1]
