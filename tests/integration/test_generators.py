@@ -10,6 +10,7 @@ import torch
 from on_rank import folder, raises
 from repository import ROOT
 from scenarios import on_ranks
+from small_llama import train_a_step
 
 from ncz_plugins import MismatchError, WeightPublisher, stage_patch
 
@@ -17,6 +18,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 sys.path.insert(0, str(ROOT / "examples"))  # for ranks
 HOW = {"imports": "scenarios,transformers.models.llama.modeling_llama,transformers.generation.utils"}
+RATE = 1e-2  # so large that what is generated becomes another
 PROMPTS, TOKENS = [[5, 6, 7], [8, 9, 10]], 8
 VERSIONS, LOST = 5, 2  # the latter: which version's patch does not arrive
 
@@ -31,15 +33,6 @@ def saved_model(path: str):
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(path)
     return model
-
-
-def train_a_step(model, seed: int) -> None:
-    """A step of AdamW, so large that what is generated becomes another."""
-    tokens = torch.randint(2, 50, (4, 16), generator=torch.Generator().manual_seed(seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def patch_to(publisher: WeightPublisher, model) -> bytes:
@@ -68,7 +61,7 @@ def follow() -> list[dict]:
     request = {"do": "generate", "prompts": PROMPTS, "tokens": TOKENS, "sample": False}
     seen = [{"generated": ask(connection, request)}]
     for number in range(VERSIONS):
-        train_a_step(model, number)
+        train_a_step(model, number, RATE)
         patch = patch_to(publisher, model)
         if number == LOST:
             continue
@@ -112,7 +105,7 @@ def stage_and_apply() -> None:
     versions = None
     for number in range(2):
         before, old = publisher.identity, generate(ours, PROMPTS, TOKENS, sample=False)
-        train_a_step(model, number)
+        train_a_step(model, number, RATE)
         publisher.publish(model.state_dict())
         staged = stage_patch(publisher.patch(before), ours.state_dict(), decoded=True, versions=versions)
         assert are_alike(generate(ours, PROMPTS, TOKENS, sample=False), old)

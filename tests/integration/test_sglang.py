@@ -11,6 +11,7 @@ import pytest
 import torch
 from on_rank import folder, raises
 from scenarios import on_ranks
+from small_llama import are_equal, small_llama, train_a_step, weights_of
 
 from ncz_plugins import FrameError, MismatchError, WeightPublisher, fetch_version, publish_version
 
@@ -29,24 +30,6 @@ RANKS = (
     "moe_ep_rank",
     "moe_tp_rank",
 )
-
-
-def trained(tied: bool):
-    """A small Llama with grouped queries, in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **sizes, **heads)).bfloat16()
-
-
-def train_a_step(model, seed: int) -> None:
-    tokens = torch.randint(2, 64, (4, 16), generator=torch.Generator().manual_seed(seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def begin(path: str):
@@ -92,17 +75,9 @@ def updater_of(model, config, arguments):
     )
 
 
-def weights_of(model) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-def are_equal(weights: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return weights.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in weights.items())
-
-
 def follow(tied: bool) -> list[int]:
     """Sizes of patches, by which SGLang's model becomes the one that SGLang loads from the trainer's checkpoint."""
-    model = trained(tied)
+    model = small_llama(tied)
     model.save_pretrained(folder() / "v0")
     arguments = begin(str(folder() / "v0"))
     ours, config = loaded_by_sglang(arguments, str(folder() / "v0"))

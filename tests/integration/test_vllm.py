@@ -13,6 +13,7 @@ import torch
 from on_rank import folder, raises
 from repository import ROOT
 from scenarios import on_ranks
+from small_llama import are_equal, small_llama, train_a_step, weights_of
 
 from ncz_plugins import FrameError, MismatchError, WeightPublisher
 
@@ -36,24 +37,6 @@ def plugin():
     return getattr(__import__(module, fromlist=[name]), name)
 
 
-def trained(tied: bool):
-    """A small Llama with grouped queries, in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **sizes, **heads)).bfloat16()
-
-
-def train_a_step(model, seed: int) -> None:
-    tokens = torch.randint(2, 64, (4, 16), generator=torch.Generator().manual_seed(seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def loaded_by_vllm(path: str):
     """vLLM's model with the checkpoint in a folder, and its configuration with our backend."""
     from vllm.config import WeightTransferConfig, set_current_vllm_config
@@ -71,14 +54,6 @@ def loaded_by_vllm(path: str):
         return get_model(vllm_config=config), config
 
 
-def weights_of(model) -> dict[str, torch.Tensor]:
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-def are_equal(weights: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return weights.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in weights.items())
-
-
 def follow(tied: bool, from_disk: bool) -> list[int]:
     """Sizes of patches, by which vLLM's model becomes the one that vLLM loads from the trainer's checkpoint.
 
@@ -90,7 +65,7 @@ def follow(tied: bool, from_disk: bool) -> list[int]:
 
     for _ in range(2):
         plugin()()
-    model = trained(tied)
+    model = small_llama(tied)
     model.save_pretrained(folder() / "v0")
     ours, config = loaded_by_vllm(str(folder() / "v0"))
     places = {name: each.data_ptr() for name, each in ours.named_parameters()}
