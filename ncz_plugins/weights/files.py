@@ -154,8 +154,8 @@ def apply_file_patch(version: Version, base: WeightFile | None = None) -> Weight
     can have.
     """
     older = {} if base is None or version.is_whole else base.forms
-    new = {name: sources[0].form for name, sources in version.parts.items()}
-    forms = {name: form for name, form in older.items() if name not in version.gone} | new
+    new, gone = {name: sources[0].form for name, sources in version.parts.items()}, version.gone
+    forms = {name: form for name, form in older.items() if name not in gone} | new
     # Files hold equal tensors once for each name.
     total_bytes = sum(form.total_bytes for form in forms.values())
     equal_bytes = sum(forms[name].total_bytes for name in version.same_as)
