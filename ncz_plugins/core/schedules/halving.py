@@ -104,7 +104,10 @@ def reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters, ro
     route, segments = _route(transport, codec), range(len(codec.layout.lengths))
     owners = {segment: _owner(segment, Half(range(transport.world_size), segments)) for segment in segments}
     is_root, due = transport.rank == root, _sums_due(route)
-    due.update([owner for owner in owners.values() if owner != root] if is_root else {root: 0})
+    if is_root:
+        due.update(owner for owner in owners.values() if owner != root)
+    elif route.own:
+        due[root] += 0  # it sends there, and nothing comes back
     streams = _open(transport, codec, route, due, counters)
     _send_sums(codec, route, streams)
 

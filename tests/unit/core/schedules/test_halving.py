@@ -57,8 +57,10 @@ class Boxes(FrameTransport):
         self.boxes = boxes
         self.sent: Counter[int] = Counter()
         self.due: Counter[int] = Counter()
+        self.peers: set[int] = set()  # with which it has opened streams
 
     def streams(self, peers, incoming, frame_capacity, counters):
+        self.peers.update(rank for pair in peers for rank in pair)
         for _, source in peers:
             self.due[source] += incoming
         return [Box(self, to, source, counters) for to, source in peers]
@@ -82,13 +84,17 @@ class Box(FrameStream):
 
 
 def in_threads(world_size: int, body) -> list:
-    """What `body` returns for the transport of each rank. All frames that were announced have been received."""
+    """What `body` returns for the transport of each rank. All frames that were announced have been received.
+
+    Of two ranks both have opened streams with each other, or none has, as they connect only then.
+    """
     boxes, results = defaultdict(queue.Queue), [None] * world_size
+    transports = [Boxes(boxes, rank, world_size) for rank in range(world_size)]
     for pair in ((a, b) for a in range(world_size) for b in range(world_size)):
         boxes[pair]  # made here, not by two threads at once
 
     def on_rank(rank: int) -> None:
-        transport = Boxes(boxes, rank, world_size)
+        transport = transports[rank]
         results[rank] = body(transport)
         assert not any(transport.due.values()), f"rank {rank} was to get more or fewer frames: {transport.due}"
 
@@ -99,6 +105,7 @@ def in_threads(world_size: int, body) -> list:
         thread.join(SECONDS)
     assert all(result is not None for result in results), "a rank failed, or hangs"
     assert all(box.empty() for box in boxes.values())
+    assert all(each.rank in transports[peer].peers for each in transports for peer in each.peers)
     return results
 
 
