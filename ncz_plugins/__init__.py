@@ -52,41 +52,35 @@ if TYPE_CHECKING:
     from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
     from .core.training.state import Training
-    from .weights import (
-        StagedPatch,
-        TensorPart,
-        WeightPublisher,
-        WeightSubscriber,
-        WeightSync,
-        apply_patch,
-        fetch_version,
-        make_patch,
-        publish_version,
-        stage_patch,
-        verify_versions,
-    )
+    from .weights.apply import StagedPatch, apply_patch, stage_patch
+    from .weights.folders.fetch import fetch_version
+    from .weights.folders.publish import publish_version
+    from .weights.folders.verify import verify_versions
+    from .weights.make import make_patch
+    from .weights.sync import WeightPublisher, WeightSubscriber, WeightSync
+    from .weights.tensors import TensorPart
 
 _LAZY = {
     "Baseline": ".core.training.baseline",
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
-    "StagedPatch": ".weights",
-    "TensorPart": ".weights",
+    "StagedPatch": ".weights.apply",
+    "TensorPart": ".weights.tensors",
     "Training": ".core.training.state",
-    "WeightPublisher": ".weights",
-    "WeightSubscriber": ".weights",
-    "WeightSync": ".weights",
-    "apply_patch": ".weights",
+    "WeightPublisher": ".weights.sync",
+    "WeightSubscriber": ".weights.sync",
+    "WeightSync": ".weights.sync",
+    "apply_patch": ".weights.apply",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
-    "fetch_version": ".weights",
-    "make_patch": ".weights",
-    "publish_version": ".weights",
+    "fetch_version": ".weights.folders.fetch",
+    "make_patch": ".weights.make",
+    "publish_version": ".weights.folders.publish",
     "recording": ".core.runtime.trace",
     "scalars": ".core.training.metrics",
-    "stage_patch": ".weights",
-    "verify_versions": ".weights",
+    "stage_patch": ".weights.apply",
+    "verify_versions": ".weights.folders.verify",
 }
 
 __all__ = [

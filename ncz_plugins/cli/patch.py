@@ -128,7 +128,8 @@ def _show(options: argparse.Namespace) -> None:
 
 def _publish(options: argparse.Namespace) -> None:
     key = _key(options)
-    from ..weights.directory import list_versions, publish_version
+    from ..weights.folders.publish import publish_version
+    from ..weights.folders.verify import list_versions
 
     try:
         with _counting("reading and coding") as progress:
@@ -147,7 +148,7 @@ def _publish(options: argparse.Namespace) -> None:
 
 def _fetch(options: argparse.Namespace) -> None:
     key = _key(options)
-    from ..weights.directory import fetch_version
+    from ..weights.folders.fetch import fetch_version
 
     if len(options.patch) > 1:
         raise UnsupportedError(f"{options.patch[0]} is a folder of versions: give it alone")
@@ -158,7 +159,7 @@ def _fetch(options: argparse.Namespace) -> None:
 
 def _list(options: argparse.Namespace) -> None:
     key = _key(options)
-    from ..weights.directory import list_versions
+    from ..weights.folders.verify import list_versions
 
     found = table("version", "holds", "bytes", "of", "state", numbers=["version", "bytes", "of"], gap=2)
     for each in list_versions(options.patch, key):
@@ -170,7 +171,7 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from ..weights.directory import verify_versions
+    from ..weights.folders.verify import verify_versions
 
     with _counting("reading") as progress:
         numbers = verify_versions(options.folder, progress, _key(options))

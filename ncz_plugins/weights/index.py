@@ -6,21 +6,18 @@ docs/reference/patch-format.md describes all fields and rules.
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..core.config import first_problem
 from ..core.errors import FrameError
 from .boxes import Box, frame_count, frames_of
+from .head import FORMAT, FORMAT_WITH_TAG, HEAD, MAGIC, format_of
+from .strict import Size, Strict
 from .tensors import MAX_DIMENSIONS, NARROWER, Form, Held
-
-_MAGIC, _FORMAT = 0x505A434E, 3  # "NCZP", little endian
-FORMAT_WITH_TAG = 4  # the same, followed by a keyed checksum, see keys.py
-_HEAD = struct.Struct("<IIII")  # magic, format, bytes of the index, CRC-32 of the index
 
 # Limits that keep a small patch from asking for a lot of memory.
 _MAX_INDEX_BYTES_PER_BYTE = 64  # uncompressed per compressed byte
@@ -29,14 +26,7 @@ _MAX_ELEMENTS_PER_BYTE = 1024  # of a frame: no coder writes 16,384 elements in 
 _MAX_ELEMENTS = 1 << 62  # torch multiplies sizes in 63 bits
 
 _Word = Annotated[int, Field(ge=0, lt=1 << 32)]
-Size = Annotated[int, Field(ge=0, lt=1 << 48)]
 _Sizes = Annotated[tuple[Size, ...], Field(max_length=MAX_DIMENSIONS + 1)]
-
-
-class Strict(BaseModel):
-    """JSON from anywhere: unknown fields and other types are errors."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
 class Entry(Strict):
@@ -126,19 +116,7 @@ def write_head(contents: Contents, has_tag: bool = False) -> bytes:
     # Readers refuse an index that was compressed further than this. Names of one letter repeated can do that.
     if len(text) > _max_index_bytes(index):
         index = zlib.compress(text, 0)
-    return _HEAD.pack(_MAGIC, FORMAT_WITH_TAG if has_tag else _FORMAT, len(index), zlib.crc32(index)) + index
-
-
-def format_of(patch: memoryview) -> int:
-    """The format that a patch's head names. Raises FrameError if this is not a patch, or has another format."""
-    if len(patch) < _HEAD.size:
-        raise FrameError(f"{len(patch)} bytes are too few for a patch")
-    magic, version, *_ = _HEAD.unpack_from(patch)
-    if magic != _MAGIC:
-        raise FrameError(f"magic is {magic:#010x}, not {_MAGIC:#010x}: not a patch")
-    if version not in (_FORMAT, FORMAT_WITH_TAG):
-        raise FrameError(f"the patch has format {version}; this build reads formats {_FORMAT} and {FORMAT_WITH_TAG}")
-    return version
+    return HEAD.pack(MAGIC, FORMAT_WITH_TAG if has_tag else FORMAT, len(index), zlib.crc32(index)) + index
 
 
 def read_head(patch: memoryview) -> tuple[Contents, int]:
@@ -147,13 +125,13 @@ def read_head(patch: memoryview) -> tuple[Contents, int]:
     Raises FrameError for a head or an index that is damaged or contradicts itself.
     """
     format_of(patch)
-    *_, size, checksum = _HEAD.unpack_from(patch)
-    index = patch[_HEAD.size : _HEAD.size + size]
+    *_, size, checksum = HEAD.unpack_from(patch)
+    index = patch[HEAD.size : HEAD.size + size]
     if len(index) != size or zlib.crc32(index) != checksum:
         raise FrameError("the head of the patch is damaged: the checksum of its index is wrong")
     contents = _parse(index)
     _check(contents)
-    return contents, _HEAD.size + size
+    return contents, HEAD.size + size
 
 
 def _max_index_bytes(index: bytes | memoryview) -> int:

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Iterable
 
 from ..core.errors import PatchKeyError
-from .index import FORMAT_WITH_TAG, format_of
+from .head import FORMAT_WITH_TAG, format_of
 
 TAG_BYTES = 32  # HMAC-SHA256, at the end of the patch
 

@@ -16,7 +16,7 @@ from ncz_plugins import (
     make_patch,
     stage_patch,
 )
-from ncz_plugins.weights.index import _HEAD as HEAD
+from ncz_plugins.weights.head import HEAD
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 OLD = {"w": torch.randn(500, generator=torch.Generator().manual_seed(0)).bfloat16(), "n": torch.arange(3)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ncz_plugins import FrameError, MismatchError, UnsupportedError, apply_patch, make_patch, stage_patch
 from ncz_plugins.weights import boxes
 from ncz_plugins.weights.apply import read_patch
-from ncz_plugins.weights.index import _HEAD as HEAD
+from ncz_plugins.weights.head import HEAD
 from ncz_plugins.weights.make import identity_of
 from ncz_plugins.weights.tensors import held_in
 

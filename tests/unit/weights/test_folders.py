@@ -34,8 +34,8 @@ from ncz_plugins import (
     stage_patch,
     verify_versions,
 )
-from ncz_plugins.weights import directory
-from ncz_plugins.weights.directory import list_versions
+from ncz_plugins.weights.folders import patched, verify
+from ncz_plugins.weights.folders.verify import list_versions
 from ncz_plugins.weights.tensors import SAFETENSORS_BITS
 
 
@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.iterdir()
-        if path.name != "version.json"
+        if path.name not in ("version.json", "version.hmac")
     }
 
 
@@ -366,6 +366,26 @@ def test_a_publisher_that_dies_leaves_no_version(calls, published):
     assert not [path for path in versions.iterdir() if path.name.startswith(".")]
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it fails
+from ncz_plugins.cli.main import main
+
+for command in (["make", "step-1", "new"], ["apply", "new", "made"], ["verify", "new"], ["verify", "made"]):
+    assert main(["patch", *command]) == 0, command
+for command in (["verify", "versions"], ["show", "versions"], ["apply", "versions", "whole", "--version", "4"]):
+    assert main(["patch", *command]) == 0, command
+"""
+
+
+@pytest.mark.processes
+def test_what_codes_no_tensor_needs_no_torch(published):
+    """Whose import takes longer than a gigabyte takes to be read."""
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=published, check=True, timeout=120)
+    assert content(published / "made") == content(published / "step-1")
+    assert content(published / "whole") == content(published / "step-4")
+
+
 def test_a_second_publisher_is_refused(published):
     new = checkpoint(published / "step-7", weights(7), step=7)
     refused = []
@@ -447,12 +467,12 @@ def test_names_that_are_no_versions(published):
 
 
 def test_a_version_that_is_removed_while_versions_are_listed_has_no_manifest(published, monkeypatch):
-    numbers = directory.numbers_in
+    numbers = verify.numbers_in
 
     def numbers_and_one_more(folder: Path) -> list[int]:
         return [*numbers(folder), 7]
 
-    monkeypatch.setattr(directory, "numbers_in", numbers_and_one_more)
+    monkeypatch.setattr(verify, "numbers_in", numbers_and_one_more)
     gone = list_versions(published / "versions")[-1]
     assert gone.number == 7 and gone.manifest is None and "version 7 is not there, or was removed" in gone.problem
 
@@ -564,13 +584,15 @@ def keyed(tmp_path):
 def test_versions_with_a_key_come_back_with_the_same_key_alone(keyed):
     versions = keyed / "versions"
     fetch_version(versions, keyed / "made", key=KEY)
-    assert content(keyed / "made") == content(keyed / "step-2") and verify_versions(versions, key=KEY) == [1, 2]
+    assert content(keyed / "made") == content(keyed / "step-2")
+    assert verify_versions(versions, key=KEY) == [1, 2] and verify_versions(keyed / "made", key=KEY) == [2]
     new = checkpoint(keyed / "step-3", weights(3), step=3)
     for key, message in ((OTHER, "not the keyed checksum of this key"), (None, "no key was given")):
         for call in (
             lambda key: fetch_version(versions, keyed / "into", key=key),
             lambda key: fetch_version(versions, keyed / "into", 1, keyed / "made", key=key),
             lambda key: verify_versions(versions, key=key),
+            lambda key: verify_versions(keyed / "made", key=key),
             lambda key: publish_version(versions, new, key=key),
         ):
             with pytest.raises(PatchKeyError, match=f"version.hmac: .*{message}"):
@@ -731,6 +753,8 @@ def test_a_version_is_verified_by_itself(number, keyed):
         with pytest.raises(PatchKeyError, match="version.hmac"):
             verify_versions(version, key=key)
     (version / "version.hmac").unlink()
+    with pytest.raises(FrameError, match="version.hmac: is missing, and a key was given"):
+        verify_versions(version, key=KEY)
     assert verify_versions(version) == [number]
     file = next(path for path in sorted(version.iterdir()) if FILE in path.name)
     flip(file)
@@ -740,13 +764,13 @@ def test_a_version_is_verified_by_itself(number, keyed):
 
 def test_a_patch_that_is_cut_off_while_it_is_applied_changes_nothing(published, monkeypatch):
     """A mapped file would end the process."""
-    versions, apply = published / "versions", directory.apply_file_patch
+    versions, apply = published / "versions", patched.apply_file_patch
 
     def cut_off_and_apply(*given):
         os.truncate(versions / "00000006" / f"{FILE}.patch", 0)
         return apply(*given)
 
-    monkeypatch.setattr(directory, "apply_file_patch", cut_off_and_apply)
+    monkeypatch.setattr(patched, "apply_file_patch", cut_off_and_apply)
     fetch_version(versions, published / "into", 6)
     assert content(published / "into") == content(published / "step-6")
 

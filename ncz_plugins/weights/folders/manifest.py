@@ -16,10 +16,11 @@ from typing import Annotated, BinaryIO, Literal
 
 from pydantic import Field, ValidationError
 
-from ..core.config import first_problem
-from ..core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
-from .index import Size, Strict
-from .keys import tag_of
+from ...core.config import first_problem
+from ...core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
+from ...core.whole_files import write_whole
+from ..keys import tag_of
+from ..strict import Size, Strict
 
 MANIFEST, TAG = "version.json", "version.hmac"
 WEIGHTS, INDEX, PATCH = ".safetensors", ".safetensors.index.json", ".patch"
@@ -117,21 +118,24 @@ def _require_tag(path: Path, text: bytes, key: bytes | None) -> None:
         )
     with open_stored(path) as file:
         found = file.read(_MAX_TAG_BYTES)
-    if not hmac.compare_digest(found.strip(), tag_text(text, key)):
+    if not hmac.compare_digest(found.strip(), _tag_text(text, key)):
         raise PatchKeyError(
             f"{path}: is not the keyed checksum of this key: the version was changed on its way, or published with "
             "another key: get it again, or pass the publisher's key"
         )
 
 
-def tag_text(text: bytes, key: bytes) -> bytes:
+def _tag_text(text: bytes, key: bytes) -> bytes:
     """The keyed checksum of a manifest, as `version.hmac` holds it."""
     return tag_of([text], key).hex().encode()
 
 
-def json_of(manifest: Manifest) -> bytes:
-    """The text of `version.json`."""
-    return manifest.model_dump_json(exclude_defaults=True, indent=1).encode() + b"\n"
+def write_manifest(directory: Path, manifest: Manifest, key: bytes | None) -> None:
+    """Write the manifest of a version, after its keyed checksum if there is a key. Raises OSError."""
+    text = manifest.model_dump_json(exclude_defaults=True, indent=1).encode() + b"\n"
+    if key is not None:
+        write_whole(directory / TAG, _tag_text(text, key))
+    write_whole(directory / MANIFEST, text)
 
 
 def require_index(path: Path, files: Iterable[str]) -> None:

@@ -1,0 +1,160 @@
+"""Files are hashed, copied and written: in threads, and with errors that name them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
+
+from ...core.errors import FrameError, MismatchError, UnsupportedError
+from ...core.whole_files import replacing
+from .manifest import AGAIN, Stored
+
+_CHUNK_BYTES = 1 << 20  # of files that are read, and of pieces that are hashed at once
+_SYNC_BYTES = 64 << 20  # of a file: the disk begins to write them while the next ones are made
+_MAX_THREADS = 8  # that read files
+
+Progress = Callable[[int, int], object]
+"""Called with bytes that are done, and all bytes."""
+
+
+class Done:
+    """Bytes that are done, of all bytes. Threads add to them."""
+
+    def __init__(self, progress: Progress | None, all_bytes: int):
+        self._progress, self._bytes, self._all_bytes, self._lock = progress, 0, all_bytes, Lock()
+
+    def add(self, nbytes: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            self._bytes += nbytes
+            self._progress(self._bytes, self._all_bytes)
+
+
+NOBODY = Done(None, 0)
+
+# ------------------------------------------------------------------ reading
+
+
+@contextmanager
+def reading_threads() -> Iterator[ThreadPoolExecutor]:
+    """Context manager that yields a thread for each core, to hash files. Files that wait are dropped at its end."""
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "ncz-files")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def stored_in(file: BinaryIO, done: Done = NOBODY) -> Stored:
+    """Size and SHA-256 of the rest of an open file."""
+    digest, nbytes, buffer = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        nbytes += count
+        done.add(count)
+    return Stored(bytes=nbytes, sha256=digest.hexdigest())
+
+
+def stored_at(path: Path, done: Done = NOBODY) -> Stored:
+    """Size and SHA-256 of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return stored_in(file, done)
+
+
+def chunks(file: BinaryIO) -> Iterator[bytes]:
+    """The rest of an open file."""
+    return iter(lambda: file.read(_CHUNK_BYTES), b"")
+
+
+# ------------------------------------------------------------------ writing
+
+
+def write(path: Path, pieces: Iterable[bytes], done: Done = NOBODY, max_bytes: int | None = None) -> Stored:
+    """Write a file. Returns what it holds.
+
+    While the next pieces are made, one thread hashes those before, and another one waits for the disk.
+
+    Raises FrameError if there are more than `max_bytes`, and OSError.
+    """
+    digest, nbytes = hashlib.sha256(), 0
+    with replacing(path) as file, _one_ahead() as hashing, _one_ahead() as syncing:
+        for group in _grouped(pieces):
+            size = sum(map(len, group))
+            nbytes += size
+            if max_bytes is not None and nbytes > max_bytes:
+                raise FrameError(f"has more than the {max_bytes} bytes that the manifest says: {AGAIN}")
+            hashing(_update, digest, group)
+            file.writelines(group)
+            if nbytes // _SYNC_BYTES > (nbytes - size) // _SYNC_BYTES:
+                syncing(os.fsync, file.fileno())
+            done.add(size)
+    return Stored(bytes=nbytes, sha256=digest.hexdigest())
+
+
+def _grouped(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Pieces in a row that are large enough together to be handed to a thread."""
+    group, size = [], 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece)
+        if size >= _CHUNK_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _update(digest: hashlib._Hash, group: list[bytes]) -> None:
+    for piece in group:
+        digest.update(piece)
+
+
+@contextmanager
+def _one_ahead() -> Iterator[Callable[..., None]]:
+    """Context manager that yields a function which calls another one in a thread, once the call before has ended.
+
+    At its end the last call has ended, too. Errors of calls are raised.
+    """
+    running: list[Future] = []
+
+    def call(function: Callable, *given: object) -> None:
+        for before in running:
+            before.result()
+        running[:] = [thread.submit(function, *given)]
+
+    with ThreadPoolExecutor(1) as thread:
+        yield call
+        for last in running:
+            last.result()
+
+
+# ------------------------------------------------------------------ errors
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put a file of a version in front of errors in making it, unless they name a file of the folder already."""
+    try:
+        yield
+    except (FrameError, MismatchError, UnsupportedError) as error:
+        kind = FrameError if isinstance(error, UnsupportedError) else type(error)
+        is_named = str(error).startswith(f"{path.parent.parent}{os.sep}")
+        raise kind(str(error) if is_named else f"{path}: {error}") from error
+
+
+@contextmanager
+def naming_files(place: Path) -> Iterator[None]:
+    """Turn OSError into an error that names the file; `place` if it names none, as that of a full disk."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise UnsupportedError(f"{error.filename}: another process makes it: wait until it has ended") from None
+    except OSError as error:
+        raise UnsupportedError(f"{error.filename or place}: {error.strerror or error}") from None

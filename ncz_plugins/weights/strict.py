@@ -1,0 +1,15 @@
+"""Strict JSON, in indexes of patches and in manifests: it comes from anywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+
+
+class Strict(BaseModel):
+    """Unknown fields and other types are errors."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
