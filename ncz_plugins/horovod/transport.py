@@ -80,7 +80,7 @@ class HorovodTransport(Transport):
         return ComparedBefore()
 
     def streams(
-        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+        self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[HorovodStream]:
         """Streams of frames to and from each peer.
 
@@ -137,7 +137,7 @@ class HorovodStream(FrameStream):
         self._capacity = frame_capacity
         self._counters = counters
 
-    def send(self, frame: Tensor) -> None:
+    def send(self, *frames: Tensor) -> None:
         raise UnsupportedError("Horovod has no messages from one rank to another: frames can only be exchanged")
 
     def exchange(self, frame: Tensor) -> None:

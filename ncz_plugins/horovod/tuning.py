@@ -33,7 +33,7 @@ class OfHorovod(Subject):
     def exchange(self, frame, times=1):
         """Send `frame` (uint8) to every peer and receive theirs, `times` times."""
         transport = HorovodTransport(hvd.global_process_set, "ncz.tune.exchange")
-        streams = transport.streams(self.peers, times, frame.numel(), Counters())
+        streams = transport.streams(self.peers, [1] * times, frame.numel(), Counters())
         for stream in times * streams:
             stream.exchange(frame)
         for stream in times * streams:

@@ -447,8 +447,8 @@ def test_the_transport_reduces_uncompressed_and_agrees(group):
     opened.start_max(highest, Counters()).wait()
     assert highest.tolist() == [world_size, -1]
     raises(UnsupportedError, lambda: opened.plain.broadcast(scaled, 0), "no broadcast")
-    raises(UnsupportedError, lambda: opened.streams([(0, 1)], 1, 4096, Counters()), "direct schedule only")
-    (stream,) = opened.streams([(0, 0)], 1, 4096, Counters())
+    raises(UnsupportedError, lambda: opened.streams([(0, 1)], [1], 4096, Counters()), "direct schedule only")
+    (stream,) = opened.streams([(0, 0)], [1], 4096, Counters())
     raises(UnsupportedError, lambda: stream.send(scaled), "only be exchanged")
 
 

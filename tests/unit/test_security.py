@@ -130,7 +130,7 @@ def test_a_frame_that_states_an_absurd_size_is_refused(payload):
     capacity = 4096
 
     def body(transport) -> None:
-        (stream,) = transport.streams([(1 - transport.rank,) * 2], 1, capacity, Counters())
+        (stream,) = transport.streams([(1 - transport.rank,) * 2], [1], capacity, Counters())
         frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         HEADER.pack_into(frame.numpy(), 0, MAGIC, 1, 0, 0, 8, 0, payload, 0, 0)
         stream.send(frame)
@@ -146,7 +146,7 @@ def test_an_absurd_size_sent_ahead_is_refused(size):
     """Over NCCL, sizes go before frames."""
 
     def body(transport) -> None:
-        (stream,) = transport.streams([(1 - transport.rank,) * 2], 1, 4096, Counters())
+        (stream,) = transport.streams([(1 - transport.rank,) * 2], [1], 4096, Counters())
         transport._connections.send(torch.tensor([size]), 1 - transport.rank, 1).wait()
         with pytest.raises(FrameError, match=f"announced a frame of {size} bytes"):
             stream.next_size()

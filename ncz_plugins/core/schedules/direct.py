@@ -126,7 +126,7 @@ def _peers(transport: FrameTransport, codec: TensorCodec, segments: int, counter
 
 def _open(transport: FrameTransport, codec: TensorCodec, peers: list[int], segments: int, counters: Counters):
     """Open a frame stream with each of `peers`, each of which will send `segments` segments. Returns rank -> stream."""
-    incoming = segments * codec.layout.frames
+    incoming = [1] * (segments * codec.layout.frames)
     streams = transport.streams([(peer, peer) for peer in peers], incoming, codec.frame_capacity, counters)
     return dict(zip(peers, streams))
 

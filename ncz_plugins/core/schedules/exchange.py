@@ -58,7 +58,7 @@ def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) 
     n, rank = transport.world_size, transport.rank
     peers = [(rank + i) % n for i in range(1, n)]
     capacity, incoming = codec.frame_capacity, {peer: codec.frames_from(peer) for peer in peers}
-    streams = {peer: transport.streams([(peer, peer)], incoming[peer], capacity, counters)[0] for peer in peers}
+    streams = {peer: transport.streams([(peer, peer)], [1] * incoming[peer], capacity, counters)[0] for peer in peers}
     codec.copy_own(rank)
 
     # Frames go to all ranks in turns, so that each can begin to decode.

@@ -9,27 +9,30 @@ If there are more ranks than segments, the ranks of a half without segments send
 of one segment goes up a tree, and down again. If a half has one rank more than the other, that rank deals its sums out
 to several ranks of the other half, so that none gets twice as much.
 
-A rank talks to about log2(ranks) others.
+A rank talks to about log2(ranks) others. Frames of small segments that go to the same rank travel in one message, so
+a small call takes about 2 log2(ranks) messages.
 Source: Rabenseifner, "Optimization of collective reduction operations" (2004), which knows powers of two.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ...kernels.format import CHUNK
+from ..codec.layout import Layout
 from ..codec.tensor_codec import TensorCodec
 from ..runtime.statistics import Counters
 from ..transport.base import FrameStream, FrameTransport
 
-# More and smaller segments would take more messages, which cost more than the bytes that they save.
+# More and smaller segments would take more frames, which cost more than the bytes that they save.
 _MOST_SEGMENTS = 64
 _LEAST_ELEMENTS = 4 * CHUNK
+_MESSAGE_ELEMENTS = 64 * CHUNK  # 1 MiB of float32: coding more before it is sent costs more than messages
 _MOST_TAKERS = 4  # ranks among which one without a partner deals out its sums
 
 
@@ -69,7 +72,7 @@ def segments_for(elements: int, ranks: int) -> int:
 def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of this rank's segment to the output."""
     route = _route(transport, codec)
-    streams = _open(transport, codec, route, _sums_due(route), counters)
+    streams = _open(transport, codec, [_given(route)], [_taken(route)], counters)
     _send_sums(codec, route, streams)
     if codec.sums_to_output:
         for index, frames in enumerate(_received(codec, route, streams, transport.rank)):
@@ -83,7 +86,7 @@ def reduce_scatter(transport: FrameTransport, codec: TensorCodec, counters: Coun
 def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode every rank's own segment to the output."""
     route = _route(transport, codec)
-    streams = _open(transport, codec, route, _finished_due(route), counters)
+    streams = _open(transport, codec, [_taken(route)], [_given(route)], counters)
     own = [(transport.rank, index) for index in range(codec.layout.frames)]
     _spread(codec, route, streams, ((*each, frame) for each, frame in zip(own, codec.encode_each(own))))
     _finish(streams)
@@ -92,7 +95,8 @@ def all_gather(transport: FrameTransport, codec: TensorCodec, counters: Counters
 def all_reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters) -> None:
     """Decode the sum over ranks of all segments to the output."""
     route = _route(transport, codec)
-    streams = _open(transport, codec, route, _sums_due(route) + _finished_due(route), counters)
+    given, taken = _given(route), _taken(route)
+    streams = _open(transport, codec, [given, taken], [taken, given], counters)
     _send_sums(codec, route, streams)
     _spread(codec, route, streams, _own_frames(codec, route, streams))
     _finish(streams)
@@ -103,12 +107,10 @@ def reduce(transport: FrameTransport, codec: TensorCodec, counters: Counters, ro
     # Besides what comes in a reduce-scatter, the root gets a segment from each owner.
     route, segments = _route(transport, codec), range(len(codec.layout.lengths))
     owners = {segment: _owner(segment, Half(range(transport.world_size), segments)) for segment in segments}
-    is_root, due = transport.rank == root, _sums_due(route)
-    if is_root:
-        due.update(owner for owner in owners.values() if owner != root)
-    elif route.own:
-        due[root] += 0  # it sends there, and nothing comes back
-    streams = _open(transport, codec, route, due, counters)
+    is_root = transport.rank == root
+    to_root = Counter(owner for owner in owners.values() if is_root and owner != root)
+    from_here = {root: len(route.own)} if route.own and not is_root else {}
+    streams = _open(transport, codec, [_given(route), from_here], [_taken(route), to_root], counters)
     _send_sums(codec, route, streams)
 
     # Owners send what is finished straight to the root: on a way over others it would have as many frames.
@@ -127,7 +129,7 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
     """Decode the values of rank `root` to the output: the way back of one segment, whose owner is the first rank."""
     n = transport.world_size
     route = route_of((transport.rank - root) % n, n, 1)
-    streams = _open(transport, codec, route, _finished_due(route), counters, first=root)
+    streams = _open(transport, codec, [_taken(route)], [_given(route)], counters, first=root)
     own = [(segment, index) for segment in route.own for index in range(codec.layout.frames)]
     _spread(codec, route, streams, ((*each, frame) for each, frame in zip(own, codec.encode_each(own))))
     _finish(streams)
@@ -204,38 +206,73 @@ def _route(transport: FrameTransport, codec: TensorCodec) -> Route:
     return route_of(transport.rank, transport.world_size, len(codec.layout.lengths))
 
 
-def _sums_due(route: Route) -> Counter[int]:
-    """The segments of which each peer sends sums."""
+def _given(route: Route) -> Mapping[int, int]:
+    """The number of segments of which this rank sends each peer sums. The same number comes back finished."""
+    return {leg.peer: len(leg.segments) for leg in route.sums}
+
+
+def _taken(route: Route) -> Mapping[int, int]:
+    """The number of segments of which each peer sends sums. The same number goes back finished."""
     return Counter(peer for peers in route.sources.values() for peer in peers)
 
 
-def _finished_due(route: Route) -> Counter[int]:
-    """The segments that each peer sends when they are finished."""
-    return Counter({leg.peer: len(leg.segments) for leg in route.sums})
+def _messages(layout: Layout, segments: int) -> list[int]:
+    """The number of frames in each message that carries the frames of so many segments."""
+    together = max(1, _MESSAGE_ELEMENTS // min(layout.frame_elements, max(1, *layout.lengths)))
+    frames = segments * layout.frames
+    return [min(together, frames - first) for first in range(0, frames, together)]
+
+
+class _Peer:
+    """Frames to and from another rank, of which messages hold one or several.
+
+    Args:
+        stream: the stream of frames with that rank.
+        outgoing: the number of frames in each message to it.
+    """
+
+    def __init__(self, stream: FrameStream, outgoing: Iterable[int]):
+        self._outgoing = iter(outgoing)
+        self._waiting: list[Tensor] = []
+        self._wanted = next(self._outgoing, 0)  # frames of the next message
+        self._stream = stream
+        self.receive, self.finish = stream.receive, stream.finish
+
+    def send(self, frame: Tensor) -> None:
+        """Send a frame as soon as its message is complete."""
+        self._waiting.append(frame)
+        if len(self._waiting) == self._wanted:
+            self._stream.send(*self._waiting)
+            self._waiting, self._wanted = [], next(self._outgoing, 0)
 
 
 def _open(
     transport: FrameTransport,
     codec: TensorCodec,
-    route: Route,
-    due: Mapping[int, int],
+    outgoing: Sequence[Mapping[int, int]],
+    incoming: Sequence[Mapping[int, int]],
     counters: Counters,
     first: int = 0,
-) -> dict[int, FrameStream]:
-    """Open a frame stream with each rank of a route, and each other one that sends something. Returns rank -> stream.
+) -> dict[int, _Peer]:
+    """Open a frame stream with each rank to which something goes or from which something comes.
 
     Args:
-        due: segments that each rank will send, by its number in the route.
+        outgoing, incoming: the number of segments that go to each rank, and that come from it, by its number in the
+            route. Those of different mappings travel one after another, in messages of their own.
         first: the rank that the route calls 0.
     """
-    streams, n = {}, transport.world_size
-    for peer in dict.fromkeys([*(leg.peer for leg in route.sums), *_sums_due(route), *due]):
-        ends, incoming = ((peer + first) % n,) * 2, due.get(peer, 0) * codec.layout.frames
-        [streams[peer]] = transport.streams([ends], incoming, codec.frame_capacity, counters)
-    return streams
+    peers, n, layout = {}, transport.world_size, codec.layout
+    for peer in dict.fromkeys(rank for each in (*outgoing, *incoming) for rank in each):
+        going, coming = (
+            [frames for each in way for frames in _messages(layout, each.get(peer, 0))] for way in (outgoing, incoming)
+        )
+        ends = ((peer + first) % n,) * 2
+        [stream] = transport.streams([ends], coming, codec.frame_capacity, counters)
+        peers[peer] = _Peer(stream, going)
+    return peers
 
 
-def _send_sums(codec: TensorCodec, route: Route, streams: dict[int, FrameStream]) -> None:
+def _send_sums(codec: TensorCodec, route: Route, streams: dict[int, _Peer]) -> None:
     """Reduce-scatter: send all sums but the rank's own. Each frame that comes is added when its sum is wanted."""
     for peer, segments in route.sums:
         for segment in segments:
@@ -243,15 +280,13 @@ def _send_sums(codec: TensorCodec, route: Route, streams: dict[int, FrameStream]
                 streams[peer].send(frame)
 
 
-def _received(
-    codec: TensorCodec, route: Route, streams: dict[int, FrameStream], segment: int
-) -> Iterator[list[Tensor]]:
+def _received(codec: TensorCodec, route: Route, streams: dict[int, _Peer], segment: int) -> Iterator[list[Tensor]]:
     """For each frame of a segment, the frames that other ranks send of it."""
     for _ in range(codec.layout.frames):
         yield [streams[peer].receive() for peer in route.sources.get(segment, ())]
 
 
-def _own_frames(codec: TensorCodec, route: Route, streams: dict[int, FrameStream]) -> Iterator[tuple[int, int, Tensor]]:
+def _own_frames(codec: TensorCodec, route: Route, streams: dict[int, _Peer]) -> Iterator[tuple[int, int, Tensor]]:
     """Reduce-scatter: yield (segment, index, frame) for each finished frame of this rank's own segment."""
     for segment in route.own:
         for index, frame in enumerate(codec.sum_each(segment, _received(codec, route, streams, segment))):
@@ -259,7 +294,7 @@ def _own_frames(codec: TensorCodec, route: Route, streams: dict[int, FrameStream
 
 
 def _spread(
-    codec: TensorCodec, route: Route, streams: dict[int, FrameStream], own: Iterable[tuple[int, int, Tensor]]
+    codec: TensorCodec, route: Route, streams: dict[int, _Peer], own: Iterable[tuple[int, int, Tensor]]
 ) -> None:
     """All-gather: decode all finished frames, each of which goes to the ranks that sent sums of its segment.
 
@@ -275,7 +310,7 @@ def _spread(
 
 
 def _with_those_of_others(
-    codec: TensorCodec, route: Route, streams: dict[int, FrameStream], own: Iterable[tuple[int, int, Tensor]]
+    codec: TensorCodec, route: Route, streams: dict[int, _Peer], own: Iterable[tuple[int, int, Tensor]]
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield what `own` has, then the finished frames of all other segments, in the reverse order of their sums."""
     yield from own
@@ -285,6 +320,6 @@ def _with_those_of_others(
                 yield segment, index, streams[peer].receive()
 
 
-def _finish(streams: dict[int, FrameStream]) -> None:
+def _finish(streams: dict[int, _Peer]) -> None:
     for stream in streams.values():
         stream.finish()

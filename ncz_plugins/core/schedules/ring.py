@@ -81,7 +81,7 @@ def broadcast(transport: FrameTransport, codec: TensorCodec, counters: Counters,
 def _neighbors(transport: FrameTransport, codec: TensorCodec, hops: int, counters: Counters) -> FrameStream:
     """Open the frame stream to the right neighbor and from the left one, which sends a segment in each hop."""
     n, rank = transport.world_size, transport.rank
-    incoming = hops * codec.layout.frames
+    incoming = [1] * (hops * codec.layout.frames)
     [stream] = transport.streams([((rank + 1) % n, (rank - 1) % n)], incoming, codec.frame_capacity, counters)
     return stream
 

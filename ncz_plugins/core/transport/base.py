@@ -84,10 +84,10 @@ class FrameStream(ABC):
     source: int
 
     @abstractmethod
-    def send(self, frame: Tensor) -> None:
-        """Start to send a frame, at a point of the schedule where not every rank sends one.
+    def send(self, *frames: Tensor) -> None:
+        """Start to send frames in one message, at a point of the schedule where not every rank sends one.
 
-        Does not wait for the peer: a schedule may send any number of frames before it receives one. The frame must not
+        Does not wait for the peer: a schedule may send any number of frames before it receives one. Frames must not
         change until `finish` returns.
         """
 
@@ -126,13 +126,13 @@ class FrameTransport(ABC):
 
     @abstractmethod
     def streams(
-        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+        self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[FrameStream]:
         """Open all frame streams of one collective on this rank.
 
         Args:
             peers: the ranks (to, source) of each stream.
-            incoming: the number of frames that each source will send.
+            incoming: the number of frames in each message that each source will send.
             frame_capacity: bytes of the largest possible frame.
             counters: receive the bytes sent and the seconds waited.
 
@@ -342,6 +342,25 @@ def frame_bytes(frame: np.ndarray | memoryview, source: int, least: int, most: i
             "possible here. All ranks must run the same version of ncz_plugins."
         )
     return size
+
+
+def frames_of(message: np.ndarray | memoryview, count: int, source: int) -> list[np.ndarray | memoryview]:
+    """The frames of a message, which may be followed by other bytes.
+
+    Args:
+        source: the rank that sent the message.
+
+    Raises FrameError if it does not begin with `count` frames.
+    """
+    frames = []
+    for left in range(count, 0, -1):
+        most = len(message) - (left - 1) * HEADER_BYTES
+        if most < HEADER_BYTES:
+            raise FrameError(f"rank {source} sent a message that ends before the last {left} of its {count} frames")
+        nbytes = frame_bytes(message, source, HEADER_BYTES, most)
+        frames.append(message[:nbytes])
+        message = message[nbytes:]
+    return frames
 
 
 class peer_errors(ErrorTranslation):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import FrameStream, PlainCollectives, Tag, Transport, Work, frame_bytes, peer_errors
+from .base import FrameStream, PlainCollectives, Tag, Transport, Work, frames_of, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
@@ -54,7 +55,7 @@ class GlooTransport(Transport):
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
     def streams(
-        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+        self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[FrameStream]:
         mesh = self._connections.frames
         if mesh is not None:
@@ -129,7 +130,7 @@ class GlooStream(FrameStream):
         buffers: list[Tensor],
         to: int,
         source: int,
-        incoming: int,
+        incoming: Sequence[int],
         frame_capacity: int,
         counters: Counters,
     ):
@@ -137,39 +138,47 @@ class GlooStream(FrameStream):
         self._buffers = buffers
         self.to = to
         self.source = source
-        self._due = incoming  # frames for which no receive is posted yet
-        self._capacity = frame_capacity
+        self._due = deque(incoming)  # messages for which no receive is posted yet
+        self._capacity = frame_capacity * max(incoming, default=1)
         self._counters = counters
         self._sending: list[tuple[Work, Tensor, float]] = []  # with the time when it began
-        self._frames: deque[tuple[Work, Tensor, float]] = deque()
-        self._received_at = 0.0  # when the frame before was there
-        for _ in range(min(max(2, _POSTED_BYTES // frame_capacity), incoming)):
+        self._messages: deque[tuple[int, Work, Tensor, float]] = deque()
+        self._frames: deque[Tensor] = deque()  # that have come in a message with one that was asked for
+        self._received_at = 0.0  # when the message before was there
+        for _ in range(min(max(2, _POSTED_BYTES // self._capacity), len(incoming))):
             buffer = buffers.pop() if buffers else None
-            if buffer is None or buffer.numel() < frame_capacity:
-                buffer = torch.empty(frame_capacity, dtype=torch.uint8, device="cpu")
+            if buffer is None or buffer.numel() < self._capacity:
+                buffer = torch.empty(self._capacity, dtype=torch.uint8, device="cpu")
             self._post(buffer)
 
-    def send(self, frame: Tensor) -> None:
-        with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
-            work = self._connections.send(frame, self.to, Tag.FRAME)
-        self._sending.append((work, frame, time.perf_counter()))
-        self._counters.wire_bytes += frame.nbytes
+    def send(self, *frames: Tensor) -> None:
+        message = frames[0] if len(frames) == 1 else torch.cat(frames)
+        with span("send", message.nbytes), peer_errors(f"sending to rank {self.to}"):
+            work = self._connections.send(message, self.to, Tag.FRAME)
+        self._sending.append((work, message, time.perf_counter()))
+        self._counters.wire_bytes += message.nbytes
 
     def receive(self) -> Tensor:
-        work, buffer, posted = self._frames.popleft()
+        if not self._frames:
+            self._frames += self._next_message()
+        return self._frames.popleft()
+
+    def _next_message(self) -> list[Tensor]:
+        """Wait for a message. Returns its frames. Raises FrameError if it has others."""
+        count, work, buffer, posted = self._messages.popleft()
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
         # Copied, as most frames are much smaller than the buffer.
-        nbytes = frame_bytes(buffer.numpy(), self.source, HEADER_BYTES, self._capacity)
-        frame = buffer[:nbytes].clone()
+        frames = [torch.from_numpy(frame.copy()) for frame in frames_of(buffer.numpy(), count, self.source)]
         before, self._received_at = self._received_at, time.perf_counter()
-        record(f"receiving from rank {self.source}", "frame", max(posted, before), self._received_at, frame.nbytes)
-        buffer[:HEADER_BYTES] = 0  # so that this frame is not taken for the next one
+        nbytes = sum(frame.nbytes for frame in frames)
+        record(f"receiving from rank {self.source}", "frame", max(posted, before), self._received_at, nbytes)
+        buffer[:HEADER_BYTES] = 0  # so that this message is not taken for the next one
         if self._due:
             self._post(buffer)
         else:
             self._buffers.append(buffer)
-        return frame
+        return frames
 
     def finish(self) -> None:
         left, before = sum(tensor.nbytes for _, tensor, _ in self._sending), 0.0
@@ -182,8 +191,8 @@ class GlooStream(FrameStream):
         self._sending.clear()
 
     def _post(self, buffer: Tensor) -> None:
-        """Start to receive one more frame into `buffer`."""
-        self._due -= 1
+        """Start to receive one more message into `buffer`."""
+        count = self._due.popleft()
         with peer_errors(f"receiving from rank {self.source}"):
             work = self._connections.receive(buffer[: self._capacity], self.source, Tag.FRAME)
-        self._frames.append((work, buffer, time.perf_counter()))
+        self._messages.append((count, work, buffer, time.perf_counter()))

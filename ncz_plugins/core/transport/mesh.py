@@ -219,7 +219,7 @@ class Mesh:
                 for connection in self._first
             ]
 
-    def send(self, to: int, message: Memory, channel: int = 0) -> Outgoing:
+    def send(self, to: int, message: Memory | Parts, channel: int = 0) -> Outgoing:
         """Start to send a message to one rank, without a wait. The rank calls `receive` for it.
 
         Also receives what has come meanwhile, so that its senders can go on.
@@ -229,7 +229,7 @@ class Mesh:
         """
         with self._lock:
             self._require_open()
-            outgoing = self._by_rank[to][channel].send([message])
+            outgoing = self._by_rank[to][channel].send(_parts(message))
             for connection in self._in_use:
                 connection.is_full = False  # bytes may have left since
                 connection.advance()

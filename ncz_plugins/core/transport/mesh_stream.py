@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...kernels.format import HEADER_BYTES
+from ..errors import FrameError
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import FrameStream, frame_bytes, peer_errors
+from .base import FrameStream, frames_of, peer_errors
 from .mesh import Incoming, Mesh, Outgoing
 
 
@@ -28,7 +30,9 @@ class MeshStream(FrameStream):
         to, source, incoming, frame_capacity, counters: see `FrameTransport.streams`.
     """
 
-    def __init__(self, mesh: Mesh, to: int, source: int, incoming: int, frame_capacity: int, counters: Counters):
+    def __init__(
+        self, mesh: Mesh, to: int, source: int, incoming: Sequence[int], frame_capacity: int, counters: Counters
+    ):
         self._mesh = mesh
         self.to = to
         self.source = source
@@ -37,28 +41,42 @@ class MeshStream(FrameStream):
         self._sending: list[tuple[Outgoing, float, int]] = []
         self._sent = 0
         with peer_errors(f"receiving from rank {source}"):
-            self._frames: deque[Incoming] = deque(
-                mesh.receive(source, HEADER_BYTES, frame_capacity, index % mesh.channels) for index in range(incoming)
+            self._messages: deque[tuple[int, Incoming]] = deque(
+                (
+                    frames,
+                    mesh.receive(source, frames * HEADER_BYTES, frames * frame_capacity, index % mesh.channels),
+                )
+                for index, frames in enumerate(incoming)
             )
+        self._frames: deque[Tensor] = deque()  # that have come in a message with one that was asked for
 
-    def send(self, frame: Tensor) -> None:
-        with span("send", frame.nbytes), peer_errors(f"sending to rank {self.to}"):
+    def send(self, *frames: Tensor) -> None:
+        nbytes = sum([frame.nbytes for frame in frames])
+        with span("send", nbytes), peer_errors(f"sending to rank {self.to}"):
             started = time.perf_counter()
-            message = self._mesh.send(self.to, memoryview(frame.numpy()), self._sent % self._mesh.channels)
-            self._sending.append((message, started, frame.nbytes))
+            memories = tuple([memoryview(frame.numpy()) for frame in frames])
+            message = self._mesh.send(self.to, memories, self._sent % self._mesh.channels)
+            self._sending.append((message, started, nbytes))
         self._sent += 1
-        self._counters.wire_bytes += frame.nbytes
+        self._counters.wire_bytes += nbytes
 
     def receive(self) -> Tensor:
-        message = self._frames.popleft()
+        if not self._frames:
+            self._frames += self._next_message()
+        return self._frames.popleft()
+
+    def _next_message(self) -> list[Tensor]:
+        """Wait for a message. Returns its frames. Raises FrameError if it has others."""
+        count, message = self._messages.popleft()
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             self._mesh.finish([message])
-        nbytes = message.values.nbytes
-        # Raises FrameError if this is not a frame.
-        frame_bytes(message.values, self._mesh.name_of(self.source), nbytes, nbytes)
+        nbytes, source = message.values.nbytes, self._mesh.name_of(self.source)
+        frames = frames_of(message.values, count, source)
+        if sum(map(len, frames)) != nbytes:
+            raise FrameError(f"rank {source} sent more than the {count} frames that were due: {nbytes} bytes")
         record(f"receiving from rank {self.source}", "frame", self._since, message.ended, nbytes)
         self._since = message.ended
-        return torch.frombuffer(message.values, dtype=torch.uint8)
+        return [torch.frombuffer(frame, dtype=torch.uint8) for frame in frames]
 
     def finish(self) -> None:
         left = sum(nbytes for message, _, nbytes in self._sending if message.ended is None)

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
@@ -167,7 +167,7 @@ class NcclTransport(Transport):
         return len(groups)
 
     def streams(
-        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+        self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[NcclStream]:
         rounds = _Rounds(self.plain, self.rank, self.world_size, len(peers))
         return [
@@ -253,7 +253,7 @@ class NcclStream(FrameStream):
         device: torch.device,
         to: int,
         source: int,
-        incoming: int,
+        incoming: Sequence[int],
         frame_capacity: int,
         counters: Counters,
     ):
@@ -262,7 +262,7 @@ class NcclStream(FrameStream):
         self.device = device
         self.to = to
         self.source = source
-        self._due = incoming  # frames for whose size no receive is posted yet
+        self._due = sum(incoming)  # frames for whose size no receive is posted yet
         self._capacity = frame_capacity
         self._counters = counters
         self._sending: list[tuple[Work, Tensor]] = []
@@ -271,9 +271,10 @@ class NcclStream(FrameStream):
         for _ in range(_ROUNDS_AHEAD + 2):
             self._expect()
 
-    def send(self, frame: Tensor) -> None:
-        self._announce(frame)
-        self._rounds.run([(self, frame)], [])
+    def send(self, *frames: Tensor) -> None:
+        for frame in frames:
+            self._announce(frame)
+            self._rounds.run([(self, frame)], [])
 
     def exchange(self, frame: Tensor) -> None:
         self._announce(frame)

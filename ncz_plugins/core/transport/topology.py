@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class Between(FrameTransport):
         return self._transport.forecasts
 
     def streams(
-        self, peers: list[tuple[int, int]], incoming: int, frame_capacity: int, counters: Counters
+        self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[FrameStream]:
         pairs = [(self._counterparts[to], self._counterparts[source]) for to, source in peers]
         return self._transport.streams(pairs, incoming, frame_capacity, counters)

@@ -157,7 +157,7 @@ class TorchRanks(Subject):
         return maximum.tolist()
 
     def exchange(self, frame, times=1):
-        streams = self._between_nodes.streams(list(self.peers), times, frame.numel(), Counters())
+        streams = self._between_nodes.streams(list(self.peers), [1] * times, frame.numel(), Counters())
         for stream in times * streams:
             stream.exchange(frame)
         for stream in times * streams:

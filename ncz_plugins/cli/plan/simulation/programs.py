@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -55,23 +55,26 @@ class _WritingTransport(FrameTransport):
         self.rank = rank
         self.world_size = world_size
 
-    def streams(self, peers, incoming: int, frame_capacity: int, counters: Counters) -> list[FrameStream]:
-        return [_WritingStream(self._program, to, source) for to, source in peers]
+    def streams(self, peers, incoming: Sequence[int], frame_capacity: int, counters: Counters) -> list[FrameStream]:
+        return [_WritingStream(self._program, to, source, incoming) for to, source in peers]
 
 
 class _WritingStream(FrameStream):
-    def __init__(self, program: Program, to: int, source: int):
+    def __init__(self, program: Program, to: int, source: int, incoming: Sequence[int]):
         self._program = program
         self.to = to
         self.source = source
+        self._incoming = list(incoming)
+        self._frames: list[_Frame] = []
 
-    def send(self, frame: _Frame) -> None:
-        self._program.append((_Clocks.send, self.to, frame))
+    def send(self, *frames: _Frame) -> None:
+        self._program.append((_Clocks.send, self.to, frames))
 
     def receive(self) -> _Frame:
-        frame = _Frame()
-        self._program.append((_Clocks.receive, self.source, frame))
-        return frame
+        if not self._frames:
+            self._frames += [_Frame() for _ in range(self._incoming.pop(0))]
+            self._program.append((_Clocks.receive, self.source, tuple(self._frames)))
+        return self._frames.pop(0)
 
     def finish(self) -> None:
         pass  # ranks wait at the end of all
@@ -133,7 +136,7 @@ class _Clocks:
         self.left = [0.0] * fleet.world_size
         self.sent_bytes = 0.0
         self._flow_free: dict[tuple[int, int], float] = defaultdict(float)
-        self._under_way: dict[tuple[int, int], deque[tuple[_Frame, float]]] = defaultdict(deque)
+        self._under_way: dict[tuple[int, int], deque[tuple[tuple[_Frame, ...], float]]] = defaultdict(deque)
         self._waiting: set[tuple[int, int]] = set()
         self._ready: list[tuple[float, int]] = []
         self._known: dict[tuple[str, int], float] = {}
@@ -155,34 +158,36 @@ class _Clocks:
                     heapq.heappush(self._ready, (self.thread[rank], rank))
                     break
 
-    def send(self, rank: int, to: int, frame: _Frame) -> bool:
-        """Send a frame: see `Fleet.transfer`."""
-        self._handle(rank, frame.nbytes)
+    def send(self, rank: int, to: int, frames: tuple[_Frame, ...]) -> bool:
+        """Send frames in one message: see `Fleet.transfer`."""
+        nbytes = sum([frame.nbytes for frame in frames])
+        self._handle(rank, nbytes)
         now, key = self.thread[rank], (rank, to)
-        leaves = max(now - self._gathered[rank], self._outgoing[rank]) + frame.nbytes / self._rates[rank]
+        leaves = max(now - self._gathered[rank], self._outgoing[rank]) + nbytes / self._rates[rank]
         self._outgoing[rank] = leaves
         self.left[rank] = max(now, leaves)
-        self._flow_free[key] = max(now, self._flow_free[key]) + frame.nbytes / self._fleet.flow_bytes_per_second
+        self._flow_free[key] = max(now, self._flow_free[key]) + nbytes / self._fleet.flow_bytes_per_second
         arrival = max(now, leaves, self._flow_free[key]) + self._fleet.latency
-        taken = frame.nbytes / self._rates[to]
+        taken = nbytes / self._rates[to]
         self._incoming[to] = max(self._incoming[to], arrival - taken - self._gathered[to]) + taken
-        self._under_way[key].append((frame, max(arrival, self._incoming[to])))
-        self.sent_bytes += frame.nbytes
+        self._under_way[key].append((frames, max(arrival, self._incoming[to])))
+        self.sent_bytes += nbytes
         if key in self._waiting:
             self._waiting.remove(key)
             heapq.heappush(self._ready, (self.thread[to], to))
         return True
 
-    def receive(self, rank: int, source: int, frame: _Frame) -> bool:
-        """Receive a frame. False if it was not sent yet."""
+    def receive(self, rank: int, source: int, frames: tuple[_Frame, ...]) -> bool:
+        """Receive a message of frames. False if it was not sent yet."""
         key = source, rank
         if not self._under_way[key]:
             self._waiting.add(key)
             return False
         sent, arrival = self._under_way[key].popleft()
-        frame.nbytes, frame.addends = sent.nbytes, sent.addends
+        for frame, came in zip(frames, sent):
+            frame.nbytes, frame.addends = came.nbytes, came.addends
         self.thread[rank] = max(self.thread[rank], arrival)
-        self._handle(rank, frame.nbytes)
+        self._handle(rank, sum([frame.nbytes for frame in sent]))
         return True
 
     def sum(self, rank: int, values: int, frames: list[_Frame], frame: _Frame) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ class TimedTransport(FrameTransport):
         self.rank = fleet.rank
         self.world_size = fleet.world_size
 
-    def streams(self, peers, incoming: int, frame_capacity: int, counters: Counters) -> list[FrameStream]:
+    def streams(self, peers, incoming: Sequence[int], frame_capacity: int, counters: Counters) -> list[FrameStream]:
         return [TimedStream(self._fleet, to, source, counters) for to, source in peers]
 
 
@@ -49,7 +50,8 @@ class TimedStream(FrameStream):
         self._flow_free = np.zeros_like(fleet.thread)
         self._left = np.zeros_like(fleet.thread)
 
-    def send(self, frame: TimedFrame) -> None:
+    def send(self, *frames: TimedFrame) -> None:
+        [frame] = frames
         self._handle(frame.nbytes)
         self._left, self._flow_free, arrival = self._fleet.transfer(self.to, frame.nbytes, self._flow_free)
         received = TimedFrame(self._fleet.by_receiver(frame.nbytes, self.to), frame.addends)

@@ -49,14 +49,14 @@ class Boxes(FrameTransport):
         boxes: a queue for each (source, to), which all ranks share.
 
     Attributes:
-        sent: the frames that this rank sent each other rank.
+        sent: the messages that this rank sent each other rank.
     """
 
     def __init__(self, boxes, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
         self.boxes = boxes
         self.sent: Counter[int] = Counter()
-        self.due: Counter[int] = Counter()
+        self.due: dict[int, list[int]] = defaultdict(list)
         self.peers: set[int] = set()  # with which it has opened streams
 
     def streams(self, peers, incoming, frame_capacity, counters):
@@ -69,15 +69,18 @@ class Boxes(FrameTransport):
 class Box(FrameStream):
     def __init__(self, transport: Boxes, to: int, source: int, counters: Counters):
         self.transport, self.to, self.source, self.counters = transport, to, source, counters
+        self.arrived = []
 
-    def send(self, frame):
+    def send(self, *frames):
         self.transport.sent[self.to] += 1
-        self.counters.wire_bytes += frame.nbytes
-        self.transport.boxes[self.transport.rank, self.to].put(frame)
+        self.counters.wire_bytes += sum(frame.nbytes for frame in frames)
+        self.transport.boxes[self.transport.rank, self.to].put(frames)
 
     def receive(self):
-        self.transport.due[self.source] -= 1
-        return self.transport.boxes[self.source, self.transport.rank].get(timeout=SECONDS)
+        if not self.arrived:
+            self.arrived += self.transport.boxes[self.source, self.transport.rank].get(timeout=SECONDS)
+            assert len(self.arrived) == self.transport.due[self.source].pop(0)
+        return self.arrived.pop(0)
 
     def finish(self):
         pass
@@ -96,7 +99,7 @@ def in_threads(world_size: int, body) -> list:
     def on_rank(rank: int) -> None:
         transport = transports[rank]
         results[rank] = body(transport)
-        assert not any(transport.due.values()), f"rank {rank} was to get more or fewer frames: {transport.due}"
+        assert not any(transport.due.values()), f"rank {rank} was to get more messages: {transport.due}"
 
     threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
@@ -136,7 +139,7 @@ def codec_of(transport: Boxes, layout: Layout, name: str, source: Window, output
 
 
 def all_reduce(schedule: str, world_size: int, layout: Layout, name: str = "nearest", root: int | None = None) -> list:
-    """(the result, the frames sent to each rank, bytes sent) of each rank. With a root it is a reduce."""
+    """(the result, the messages sent to each rank, bytes sent) of each rank. With a root it is a reduce."""
 
     def body(transport):
         tensor, counters = of_rank(transport.rank, layout.numel).clone(), Counters()
@@ -261,21 +264,27 @@ def test_values_that_are_not_finite_come_out_alike_without_loss():
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16, 32])
 def test_a_rank_talks_to_as_many_others_as_there_are_halvings(world_size):
-    """Of one frame a segment it sends as many as in a ring, to log2(ranks) others."""
+    """To log2(ranks) others: one message of sums each, and one of what is finished, if the tensor is small."""
     layout = Layout.split(world_size * CHUNK, world_size, CHUNK, 0)
     for _, sent, _ in all_reduce("halving", world_size, layout):
-        assert sorted(sent.values()) == [
-            world_size // 2**level * 2 for level in range(world_size.bit_length() - 1, 0, -1)
-        ]
+        assert list(sent.values()) == [2] * (world_size - 1).bit_length()
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_large_segments_travel_alone(world_size):
+    """So that one is coded while another one travels. A rank sends as many as in a ring."""
+    layout = Layout.split(world_size * 64 * CHUNK, world_size, 64 * CHUNK, 0)
+    for _, sent, _ in all_reduce("halving", world_size, layout):
+        assert sorted(sent.values()) == [world_size // 2**level * 2 for level in range(len(sent), 0, -1)]
         assert sum(sent.values()) == 2 * (world_size - 1)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4])
 @pytest.mark.parametrize("world_size", [8, 16, 32])
 def test_fewer_segments_take_fewer_messages(world_size, segments):
-    """Those of halving the segments, both ways, and one for each further halving of the ranks."""
+    """One for each halving of the segments, both ways, and one for each further halving of the ranks."""
     layout = Layout.split(segments * CHUNK, segments, CHUNK, 0)
-    most = 2 * (segments - 1) + (world_size // segments).bit_length() - 1
+    most = 2 * (segments - 1).bit_length() + (world_size // segments).bit_length() - 1
     assert max(sum(sent.values()) for _, sent, _ in all_reduce("halving", world_size, layout)) == most
 
 
@@ -308,14 +317,14 @@ def test_every_segment_is_sent_once_by_each_rank_or_kept_by_its_owner(ranks):
 
 
 def test_many_ranks_have_few_peers():
-    """At 4,096 ranks a tensor of any size takes at most 132 messages of one frame, to 12 others."""
+    """At 4,096 ranks a tensor of any size takes at most 132 frames, if a segment has one, to 12 others."""
     ranks, segments = 4096, halving.segments_for(1 << 30, 4096)
     for rank in (0, 1, 63, 64, 1365, 4095):
         route = halving.route_of(rank, ranks, segments)
         peers = {leg.peer for leg in route.sums} | {peer for each in route.sources.values() for peer in each}
         assert len(peers) <= 12
-        messages = sum(len(leg.segments) for leg in route.sums) + sum(map(len, route.sources.values()))
-        assert messages <= 2 * (segments - 1) + 6
+        frames = sum(len(leg.segments) for leg in route.sums) + sum(map(len, route.sources.values()))
+        assert frames <= 2 * (segments - 1) + 6
 
 
 # ---------------------------------------------------------------- plans

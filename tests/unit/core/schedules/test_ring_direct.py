@@ -16,7 +16,7 @@ from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.codec.quantize import measure
 from ncz_plugins.core.codec.tensor_codec import LosslessCodec
 from ncz_plugins.core.config import Config
-from ncz_plugins.core.errors import FrameError, MismatchError
+from ncz_plugins.core.errors import FrameError, MismatchError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, halving, ring
@@ -441,7 +441,7 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(announced):
         if transport.rank == 1:
             transport._connections.send(torch.tensor([announced]), 0, 1).wait()
             return
-        [stream] = transport.streams([(1, 1)], incoming=1, frame_capacity=1000, counters=Counters())
+        [stream] = transport.streams([(1, 1)], incoming=[1], frame_capacity=1000, counters=Counters())
         with pytest.raises(FrameError, match=f"{announced} bytes"):
             stream.receive()
 
@@ -464,7 +464,7 @@ def test_a_header_that_says_the_impossible_is_refused(field, value, words, way):
         frame = torch.zeros(100, dtype=torch.uint8)
         fields = [MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, frame.numel() - HEADER_BYTES, 0, 0]
         HEADER.pack_into(frame.numpy(), 0, *fields)
-        [stream] = transport.streams([(1 - transport.rank,) * 2], 2 * transport.rank, 1000, Counters())
+        [stream] = transport.streams([(1 - transport.rank,) * 2], [1, 1] * transport.rank, 1000, Counters())
         if transport.rank == 0:
             fields[field] = value
             damaged = frame.clone()
@@ -487,7 +487,7 @@ def test_frames_may_come_long_before_they_are_wanted():
     def body(transport):
         peer = 1 - transport.rank
         counters = Counters()
-        [stream] = transport.streams([(peer, peer)], len(sizes), max(sizes), counters)
+        [stream] = transport.streams([(peer, peer)], [1] * len(sizes), max(sizes), counters)
         for i, size in enumerate(sizes):
             frame = torch.full((size,), i, dtype=torch.uint8)
             HEADER.pack_into(frame.numpy(), 0, MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, i, 0, 0)
@@ -501,13 +501,60 @@ def test_frames_may_come_long_before_they_are_wanted():
     play(2, body)
 
 
+def numbered_frame(number: int) -> torch.Tensor:
+    """A frame whose payload are so many bytes with this number."""
+    frame = torch.full((HEADER_BYTES + number,), number, dtype=torch.uint8)
+    HEADER.pack_into(frame.numpy(), 0, MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, number, 0, 0)
+    return frame
+
+
+@pytest.mark.parametrize("way", ["mesh", "gloo", "rounds"])
+def test_frames_travel_together(way):
+    """Shorter messages after longer ones, and what a buffer held before is not taken for a frame."""
+    messages = [3, 1, 40, 2, 1, 1]
+
+    def body(transport):
+        counters, numbers = Counters(), range(sum(messages))
+        ends, rank = [(1 - transport.rank,) * 2], transport.rank
+        [stream] = transport.streams(ends, messages * rank, HEADER_BYTES + len(numbers), counters)
+        frames = [numbered_frame(number) for number in numbers]
+        if rank == 0:
+            for count in messages:
+                stream.send(*(frames.pop(0) for _ in range(count)))
+        for expected in frames * rank:
+            assert torch.equal(stream.receive(), expected)
+        stream.finish()
+
+    play(2, body, way)
+
+
+@pytest.mark.parametrize("way", ["mesh", "gloo"])
+@pytest.mark.parametrize(
+    ("sent", "due", "words"), [(2, 3, "rank 0|0 bytes with magic"), (3, 2, "rank 0 sent more than")]
+)
+def test_another_number_of_frames_in_a_message_is_refused(sent, due, words, way):
+    if way == "gloo" and sent > due:
+        return  # where nobody tells how long a message is
+
+    def body(transport):
+        [stream] = transport.streams([(1 - transport.rank,) * 2], [due] * transport.rank, 1000, Counters())
+        if transport.rank == 0:
+            stream.send(*map(numbered_frame, range(sent)))
+            stream.finish()
+            return
+        with pytest.raises((FrameError, PeerError), match=words):
+            stream.receive()
+
+    play(2, body, way)
+
+
 @pytest.mark.parametrize("way", ["mesh", "gloo"])
 def test_waiting_for_a_frame_is_counted_as_such(way):
     seconds = 0.05
 
     def body(transport):
         counters = Counters()
-        [stream] = transport.streams([(1 - transport.rank,) * 2], 1 - transport.rank, 100, counters)
+        [stream] = transport.streams([(1 - transport.rank,) * 2], [1] * (1 - transport.rank), 100, counters)
         if transport.rank == 1:
             frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             HEADER.pack_into(frame.numpy(), 0, MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, 0, 0, 0)
@@ -526,7 +573,7 @@ def test_a_stream_ends_when_all_has_left():
     seconds, nbytes = 0.05, 1 << 25
 
     def body(transport):
-        [stream] = transport.streams([(1 - transport.rank,) * 2], transport.rank, nbytes, Counters())
+        [stream] = transport.streams([(1 - transport.rank,) * 2], [1] * transport.rank, nbytes, Counters())
         started = time.perf_counter()
         if transport.rank == 0:
             frame = torch.zeros(nbytes, dtype=torch.uint8)

@@ -27,7 +27,7 @@ TAG = 7
 
 def stream_of(transport):
     """A stream to and from the other one of two ranks."""
-    (stream,) = transport.streams([(1 - transport.rank,) * 2], 2, CAPACITY, Counters())
+    (stream,) = transport.streams([(1 - transport.rank,) * 2], [1, 1], CAPACITY, Counters())
     return stream
 
 
