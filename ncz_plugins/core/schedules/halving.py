@@ -1,16 +1,16 @@
 """Halving schedule: ranks exchange half of what they have left with one other rank at a time. For many ranks.
 
-1. Reduce-scatter: the ranks split in two halves, and so do the segments. Each rank has a partner in the other half, and
-   sends it the sums that it knows of the other half's segments. Each half then splits likewise, until a rank is alone.
-   It adds up the segment that it is left with.
+1. Reduce-scatter: the ranks split in two halves, those of even and of odd number, and so do the segments. Each rank has
+   a partner in the other half, its neighbor, and sends it the sums that it knows of the other half's segments. Each
+   half then splits likewise, until a rank is alone. It adds up the segment that it is left with.
 2. All-gather: finished frames go the same way back, unchanged. A rank gets them from those that it sent sums to.
 
 If there are more ranks than segments, the ranks of a half without segments send all they know, and are done: a tensor
 of one segment goes up a tree, and down again. If a half has one rank more than the other, that rank deals its sums out
 to several ranks of the other half, so that none gets twice as much.
 
-A rank talks to about log2(ranks) others. Frames of small segments that go to the same rank travel in one message, so
-a small call takes about 2 log2(ranks) messages.
+Most bytes go to the nearest ranks, which often share a rack. A rank talks to about log2(ranks) others. Frames of small
+segments that go to the same rank travel in one message, so a small call takes about 2 log2(ranks) messages.
 Source: Rabenseifner, "Optimization of collective reduction operations" (2004), which knows powers of two.
 """
 
@@ -156,16 +156,13 @@ def route_of(rank: int, ranks: int, segments: int) -> Route:
 
 def _split(group: Half, rank: int) -> tuple[Half, Half]:
     """The half of a group that holds `rank`, then the other one. Segments are divided as ranks are."""
-    ranks, segments = group
-    middle = -(-len(ranks) // 2)
-    cut = -(-len(segments) * middle // len(ranks))
-    lower, upper = Half(ranks[:middle], segments[:cut]), Half(ranks[middle:], segments[cut:])
-    return (lower, upper) if rank in lower.ranks else (upper, lower)
+    even, odd = Half(group.ranks[::2], group.segments[::2]), Half(group.ranks[1::2], group.segments[1::2])
+    return (even, odd) if rank in even.ranks else (odd, even)
 
 
 def _dealt(rank: int, ours: Half, theirs: Half) -> list[tuple[int, range]]:
     """The ranks of the other half to which a rank sends sums, and of which segments."""
-    place, segments = rank - ours.ranks.start, theirs.segments
+    place, segments = ours.ranks.index(rank), theirs.segments
     takers = theirs.ranks[place : place + 1] or theirs.ranks[:_MOST_TAKERS]
     cuts = [len(segments) * i // len(takers) for i in range(len(takers) + 1)]
     return [(peer, segments[a:b]) for peer, a, b in zip(takers, cuts, cuts[1:]) if a < b]
@@ -173,7 +170,7 @@ def _dealt(rank: int, ours: Half, theirs: Half) -> list[tuple[int, range]]:
 
 def _senders(rank: int, ours: Half, theirs: Half) -> list[int]:
     """The ranks of the other half that may send sums to a rank: its partner, and the one without a partner."""
-    place = rank - ours.ranks.start
+    place = ours.ranks.index(rank)
     partner, alone = theirs.ranks[place : place + 1], theirs.ranks[len(ours.ranks) :]
     return [*partner, *alone]
 
@@ -183,6 +180,7 @@ def _in_order(rank: int, half: Half, wanted: range) -> tuple[int, ...]:
     return tuple(segment for segment in _order(rank, half) if segment in wanted)
 
 
+@lru_cache(maxsize=4096)  # for ncz plan, which asks for the routes of all ranks
 def _order(rank: int, half: Half) -> tuple[int, ...]:
     """The segments of a half in the order in which one of its ranks sends sums of them. Its own is the last."""
     if len(half.segments) <= 1:
