@@ -20,8 +20,8 @@ from ....core.transport.connections import WayToAgree, most_with_comparison, rou
 from ....core.transport.mesh import MOST_RANKS
 from .codec import TimedCodec
 from .costs import Costs
-from .fleet import Fleet, Link
-from .programs import run_apart
+from .fleet import Fleet, Link, Racks
+from .programs import run_halving
 from .sizes import sizes_for
 from .transport import TimedTransport
 
@@ -40,6 +40,8 @@ class Group:
         costs: costs of a rank.
         cores: cores of a node, for costs of kind cpu; may be a fraction; None: enough.
         late: seconds by which the ranks of each node come late to the call, [nodes]; None: 0.
+        racks: racks, whose `ranks` count nodes; None if they make no difference. Uncompressed calls are rings, of which
+            one connection leaves each rack: racks don't slow them down.
     """
 
     nodes: int
@@ -48,6 +50,7 @@ class Group:
     costs: Costs
     cores: float | None = None
     late: tuple[float, ...] | None = None
+    racks: Racks | None = None
 
     @property
     def ranks(self) -> int:
@@ -68,19 +71,22 @@ class Group:
             apart: see `Fleet`.
         """
         each = 1 if between_nodes else self.ranks_per_node
-        return self._fleet(self.nodes * each, each, 1 / self.ranks_per_node, apart)
+        racks = self.racks and replace(self.racks, ranks=self.racks.ranks * each)
+        return self._fleet(self.nodes * each, each, 1 / self.ranks_per_node, apart, racks)
 
     def fleet_in_line(self) -> Fleet:
         """Fleet of all ranks in a ring: one rank of each node sends to another node, and has the whole link."""
         return self._fleet(self.ranks, self.ranks_per_node, 1.0)
 
-    def _fleet(self, ranks: int, of_each_node: int, share: float, apart: bool = False) -> Fleet:
+    def _fleet(
+        self, ranks: int, of_each_node: int, share: float, apart: bool = False, racks: Racks | None = None
+    ) -> Fleet:
         gbps = tuple(share * each for each in np.atleast_1d(self.link.gbps))
         rate = _repeated(gbps, of_each_node) if isinstance(self.link.gbps, tuple) else gbps[0]
         link = replace(self.link, gbps=rate, burst=share * self.link.burst)
         late = None if self.late is None else _repeated(self.late, of_each_node)
         spare = self.costs.kind == "gpu" or self.cores is None or self.cores >= 2 * self.ranks_per_node
-        return Fleet(ranks, link, self.costs, self.sharing, spare, late, apart)
+        return Fleet(ranks, link, self.costs, self.sharing, spare, late, apart, racks)
 
 
 def _repeated(of_nodes: tuple[float, ...], times: int) -> tuple[float, ...]:
@@ -163,7 +169,7 @@ def compressed(
     counters.wire_bytes += _agree_on_scales(fleet, layout, config, dtype, compares_first)
     schedule = getattr(_SCHEDULES[name], collective)
     if apart:
-        run_apart(schedule, fleet, layout, sizes, counters)
+        run_halving(schedule, fleet, layout, sizes, counters)
     else:
         codec = TimedCodec(fleet, layout, sizes)
         schedule(TimedTransport(fleet), codec, counters)

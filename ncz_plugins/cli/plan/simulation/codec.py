@@ -1,16 +1,56 @@
-"""Codec that codes nothing and keeps time."""
+"""Codec that codes nothing and keeps time, and what coding takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ....core.codec.layout import Layout
 from ....kernels.format import HEADER_BYTES
+from .costs import Costs
 from .fleet import Fleet, Ranks, Times
 from .sizes import CodeSizes
 from .transport import TimedFrame
+
+
+class CodingTimes:
+    """Seconds to code a value, and bits of its code, by the number of ranks whose codes are added up: `addends`.
+
+    Numbers of addends are integers, or arrays of them.
+    """
+
+    def __init__(self, costs: Costs, sizes: CodeSizes):
+        self._costs = costs
+        self._sizes = sizes
+        self._known: dict[tuple[str, int], float] = {}
+
+    def bits(self, addends: np.ndarray | int) -> Times | float:
+        return self._of("bits", addends)
+
+    def decode(self, addends: np.ndarray | int) -> Times | float:
+        return self._of("decode", addends)
+
+    def sum(self, addends: np.ndarray | int, added: Sequence[np.ndarray | int]) -> Times | float:
+        """Decode frames of `added` addends each, and encode their sum with the rank's own value."""
+        return self._of("encode", addends) + sum([self._of("decode", each) for each in added])
+
+    def decode_sum(self, frames: int) -> float:
+        """Decode frames of single ranks, and the rank's own codes, which are made once more."""
+        return self._of("decode", 1) * frames + self._of("encode", 1) / 2  # it takes no longer than half of encoding
+
+    def _of(self, what: str, addends: np.ndarray | int) -> Times | float:
+        if isinstance(addends, np.ndarray):
+            numbers, places = np.unique(addends, return_inverse=True)
+            return np.array([self._of(what, number) for number in numbers.tolist()])[places]
+        if (what, addends) not in self._known:
+            if what == "bits":
+                found = self._sizes.bits(addends)
+            else:
+                coder = self._costs.coders[self._sizes.coder(addends)]
+                found = 1e-12 * self._costs.coding_times * getattr(coder, what)
+            self._known[what, addends] = found
+        return self._known[what, addends]
 
 
 class TimedCodec:
@@ -33,7 +73,7 @@ class TimedCodec:
     def __init__(self, fleet: Fleet, layout: Layout, sizes: CodeSizes):
         self.layout = layout
         self._fleet = fleet
-        self._sizes = sizes
+        self._times = CodingTimes(fleet.costs, sizes)
         self._in_batches = fleet.costs.kind == "gpu"
         self._lengths = np.array(layout.lengths)
 
@@ -47,13 +87,11 @@ class TimedCodec:
 
     def decode(self, segment: Ranks | int, index: int, frame: TimedFrame) -> None:
         """See `TensorCodec.decode`."""
-        self._fleet.decode(self._seconds("decode", frame.addends) * self._values(segment, index))
+        self._fleet.decode(self._times.decode(frame.addends) * self._values(segment, index))
 
     def decode_sum(self, segment: Ranks | int, index: int, frames: list[TimedFrame]) -> None:
         """See `QuantizingCodec.decode_sum`."""
-        # The rank's own codes are made once more, which takes no longer than half of encoding.
-        seconds = self._seconds("decode", 1) * len(frames) + self._seconds("encode", 1) / 2
-        self._fleet.decode(seconds * self._values(segment, index))
+        self._fleet.decode(self._times.decode_sum(len(frames)) * self._values(segment, index))
 
     def finish(self) -> None:
         """See `TensorCodec.finish`."""
@@ -71,14 +109,10 @@ class TimedCodec:
             yield from (self._sum(*each) for each in wanted)
 
     def _sum(self, segment: Ranks | int, index: int, frames: list[TimedFrame]) -> TimedFrame:
-        values, addends = self._values(segment, index), 1 + sum(frame.addends for frame in frames)
-        seconds = self._seconds("encode", addends) + sum(self._seconds("decode", frame.addends) for frame in frames)
-        self._fleet.work(seconds * values)
-        return TimedFrame(HEADER_BYTES + self._sizes.bits(addends) / 8 * values, addends)
-
-    def _seconds(self, what: str, addends: int) -> float:
-        costs = self._fleet.costs
-        return 1e-12 * costs.coding_times * getattr(costs.coders[self._sizes.coder(addends)], what)
+        added = [frame.addends for frame in frames]
+        values, addends = self._values(segment, index), 1 + sum(added)
+        self._fleet.work(self._times.sum(addends, added) * values)
+        return TimedFrame(HEADER_BYTES + self._times.bits(addends) / 8 * values, addends)
 
     def _values(self, segment: Ranks | int, index: int) -> Times | float:
         """Number of values in a frame. If one rank stands for all, every segment counts as the longest one."""

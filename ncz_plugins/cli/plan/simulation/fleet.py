@@ -13,6 +13,8 @@ import numpy as np
 from .costs import Costs
 
 Times = np.ndarray  # seconds, [width]
+Places = slice | np.ndarray  # elements of some ranks
+ALL = slice(None)
 
 
 class Ranks(np.ndarray):
@@ -43,6 +45,19 @@ class Link:
     burst: float = 0.0
 
 
+@dataclass(frozen=True)
+class Racks:
+    """Racks of ranks, each behind one link to all others.
+
+    Attributes:
+        ranks: neighboring ranks that share a rack.
+        oversubscription: how much faster the links of its ranks are together than that of the rack.
+    """
+
+    ranks: int
+    oversubscription: float
+
+
 class Fleet:
     """Ranks of a group: times at which each of them and its link are free.
 
@@ -54,6 +69,7 @@ class Fleet:
         spare_core: whether a rank has a second core, which decodes.
         late: seconds by which each rank comes late to the call, [world_size]; None: 0.
         apart: whether each rank has an element of its own, even if all are alike.
+        racks: racks of the ranks; None if they make no difference.
 
     Attributes:
         rank: number of each rank, for schedules; 0 if one element stands for all ranks.
@@ -76,8 +92,9 @@ class Fleet:
         spare_core: bool = True,
         late: tuple[float, ...] | None = None,
         apart: bool = False,
+        racks: Racks | None = None,
     ):
-        uneven = apart or late is not None or isinstance(link.gbps, tuple)
+        uneven = apart or racks is not None or late is not None or isinstance(link.gbps, tuple)
         width = world_size if uneven else 1
         self.world_size = world_size
         self.costs = costs
@@ -90,6 +107,11 @@ class Fleet:
         self._one_flow = np.minimum(self.bytes_per_second, self.flow_bytes_per_second)
         self.latency = link.latency
         self.most_gathered = link.burst / self.bytes_per_second
+        self._rack = None
+        if racks is not None:
+            self._rack = np.arange(world_size) // racks.ranks
+            self._rack_bytes_per_second = racks.ranks * self.bytes_per_second.max() / racks.oversubscription
+            self._rack_free = np.zeros((2, self._rack[-1] + 1))  # of each rack: out, in
         self.thread: Times = np.zeros(width) + (0.0 if late is None else np.asarray(late, float))
         self._decoder = np.zeros(width)
         self._outgoing = np.zeros(width)
@@ -101,65 +123,86 @@ class Fleet:
         """Time at which the call of each rank is over."""
         return np.maximum(self.thread, self._decoder)
 
-    def free_from(self) -> tuple[Times, Times, Times]:
-        """Times at which the decoder of each rank and its link, out and in, are free."""
-        return self._decoder, self._outgoing, self._incoming
+    def work(self, seconds: Times | float, at: Places = ALL) -> None:
+        """Have the thread of each rank `at` these places work for `seconds` of a core of its own."""
+        self.busy[at] += seconds
+        self.thread[at] += self.sharing * seconds
 
-    def work(self, seconds: Times | float) -> None:
-        """Have the thread of every rank work for `seconds` of a core of its own."""
-        self.busy = self.busy + seconds
-        self.thread = self.thread + self.sharing * seconds
+    def handle_message(self, nbytes: Times | float, at: Places = ALL) -> None:
+        """Have each rank work to send a message or to receive one: half of the cost of both."""
+        self.work(0.5e-6 * self.costs.message_us + 0.5e-12 * self.costs.socket_ps * nbytes, at)
 
     def handle(self, seconds: float) -> None:
         """Have every rank handle a message of the runtime beneath, which is mostly waiting for threads to wake up.
 
         Measurements show that the time grows with the square root of the number of ranks that share a core.
         """
-        self.busy = self.busy + seconds
-        self.thread = self.thread + self.sharing**0.5 * seconds
+        self.busy += seconds
+        self.thread += self.sharing**0.5 * seconds
 
-    def decode(self, seconds: Times | float) -> None:
-        """Have every rank decode for `seconds`, on its second core if there is one."""
+    def decode(self, seconds: Times | float, at: Places = ALL) -> None:
+        """Have each rank decode for `seconds`, on its second core if there is one."""
         if not self.spare_core:
-            return self.work(seconds)
-        self.busy = self.busy + seconds
-        self._decoder = np.maximum(self._decoder, self.thread) + seconds
+            return self.work(seconds, at)
+        self.busy[at] += seconds
+        self._decoder[at] = np.maximum(self._decoder[at], self.thread[at]) + seconds
 
-    def wait_until(self, times: Times) -> None:
-        """Have every rank wait until the given times."""
-        self.thread = np.maximum(self.thread, times)
+    def wait_until(self, times: Times, at: Places = ALL) -> None:
+        """Have each rank wait until the given times."""
+        self.thread[at] = np.maximum(self.thread[at], times)
 
     def wait_for_decoder(self) -> None:
         """Have every rank wait until its decoding is done."""
         self.wait_until(self._decoder)
 
-    def transfer(self, to: Ranks | int, nbytes: Times | float, flow_free: Times) -> tuple[Times, Times, Times]:
-        """Have every rank send bytes to another rank.
+    def transfer(
+        self, to: np.ndarray | int, nbytes: Times | float, flow_free: Times | float, at: Places = ALL
+    ) -> tuple[Times, Times, Times]:
+        """Have each rank send bytes to another rank.
 
         Args:
             to: receiver of each rank; no two ranks send to the same one.
             nbytes: bytes that each rank sends.
             flow_free: times at which the connections from each rank to its receiver are free.
 
-        Returns three times: when the bytes have left each sender, when its connections are free again, and when the
-        bytes arrive; the last one is indexed by receiver.
+        Returns three times by sender: when the bytes have left, when the connections are free again, and when the bytes
+        arrive.
         """
-        left = self._leave(nbytes / self.bytes_per_second)
-        flow_free = np.maximum(self.thread, flow_free) + nbytes / self.flow_bytes_per_second
-        arrival = self.by_receiver(np.maximum(left, flow_free) + self.latency, to)
+        to = ALL if self.thread.size == 1 else to
+        left = self._leave(nbytes / self.bytes_per_second[at], at)
+        flow_free = np.maximum(self.thread[at], flow_free) + nbytes / self.flow_bytes_per_second
+        arrival = np.maximum(left, flow_free) + self.latency
+        if self._rack is not None:
+            arrival = np.maximum(arrival, self._between_racks(to, nbytes, at) + self.latency)
         # Bytes from several ranks to one rank queue in front of its link.
-        taken = self.by_receiver(nbytes, to) / self.bytes_per_second
-        self._incoming = np.maximum(self._incoming, arrival - taken - self.most_gathered) + taken
-        return left, flow_free, np.maximum(arrival, self._incoming)
+        taken = nbytes / self.bytes_per_second[to]
+        self._incoming[to] = np.maximum(self._incoming[to], arrival - taken - self.most_gathered[to]) + taken
+        return left, flow_free, np.maximum(arrival, self._incoming[to])
 
-    def _leave(self, seconds: Times | float) -> Times:
-        """Times at which bytes that every rank starts to send now have left, if they take its link `seconds`.
+    def _leave(self, seconds: Times | float, at: Places = ALL) -> Times:
+        """Times at which bytes that each rank starts to send now have left, if they take its link `seconds`.
 
         `_outgoing` may lag behind the clock of the thread by the burst of an idle link: the "virtual scheduling
         algorithm" of ITU-T I.371. Links start without a burst, as if another call had just ended.
         """
-        self._outgoing = np.maximum(self.thread - self.most_gathered, self._outgoing) + seconds
-        return np.maximum(self.thread, self._outgoing)
+        now = self.thread[at]
+        self._outgoing[at] = np.maximum(now - self.most_gathered[at], self._outgoing[at]) + seconds
+        return np.maximum(now, self._outgoing[at])
+
+    def _between_racks(self, to: np.ndarray, nbytes: Times | float, at: Places) -> Times:
+        """Times at which bytes that each rank starts to send now have passed the links of racks.
+
+        Bytes that begin together share such a link, and are through at the same time.
+        """
+        racks = self._rack[at], self._rack[to]
+        crossing = np.where(racks[0] != racks[1], nbytes, 0.0)
+        passed = np.where(crossing > 0, self.thread[at], 0.0)
+        start = self.thread[at].min()
+        for rack, free in zip(racks, self._rack_free):
+            carried = np.bincount(rack, crossing, minlength=len(free))
+            free[:] = np.where(carried > 0, np.maximum(free, start), free) + carried / self._rack_bytes_per_second
+            passed = np.where(crossing > 0, np.maximum(passed, free[rack]), passed)
+        return passed
 
     def by_receiver(self, sent: Times | float, to: Ranks | int) -> Times:
         """Numbers by sender, reordered by receiver."""
@@ -181,10 +224,11 @@ class Fleet:
 
     def tell_neighbors(self, rounds: int, nbytes: float, distance: int = 1) -> None:
         """Have every rank send `nbytes` to the rank `distance` after it, and wait for its own, `rounds` times."""
+        to = (self.rank + distance) % self.world_size
         for _ in range(rounds):
             self.work(1e-6 * self.costs.message_us + 1e-12 * self.costs.socket_ps * nbytes)
-            left = self._leave(nbytes / self._one_flow)
-            self.wait_until(np.roll(left, distance) + self.latency)
+            _, _, arrival = self.transfer(to, nbytes, 0.0)
+            self.wait_until(self.by_receiver(arrival, to))
 
     def pass_on(self, nbytes: float, message_seconds: float, seconds: float) -> None:
         """Have every rank send `nbytes` to its right neighbour in pieces, and work on those from its left neighbour.

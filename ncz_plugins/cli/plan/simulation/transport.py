@@ -48,14 +48,14 @@ class TimedStream(FrameStream):
         self._counters = counters
         self._under_way: deque[tuple[TimedFrame, Times]] = deque()
         self._flow_free = np.zeros_like(fleet.thread)
-        self._left = np.zeros_like(fleet.thread)
+        self._left = fleet.thread
 
     def send(self, *frames: TimedFrame) -> None:
         [frame] = frames
-        self._handle(frame.nbytes)
+        self._fleet.handle_message(frame.nbytes)
         self._left, self._flow_free, arrival = self._fleet.transfer(self.to, frame.nbytes, self._flow_free)
         received = TimedFrame(self._fleet.by_receiver(frame.nbytes, self.to), frame.addends)
-        self._under_way.append((received, arrival))
+        self._under_way.append((received, self._fleet.by_receiver(arrival, self.to)))
         self._counters.wire_bytes += int(np.mean(frame.nbytes))
 
     def exchange(self, frame: TimedFrame) -> None:
@@ -64,13 +64,8 @@ class TimedStream(FrameStream):
     def receive(self) -> TimedFrame:
         frame, arrival = self._under_way.popleft()
         self._fleet.wait_until(arrival)
-        self._handle(frame.nbytes)
+        self._fleet.handle_message(frame.nbytes)
         return frame
 
     def finish(self) -> None:
         self._fleet.wait_until(self._left)
-
-    def _handle(self, nbytes: Times | float) -> None:
-        """Count the work to send a message or to receive one: half of the cost of both."""
-        costs = self._fleet.costs
-        self._fleet.work(0.5e-6 * costs.message_us + 0.5e-12 * costs.socket_ps * nbytes)
