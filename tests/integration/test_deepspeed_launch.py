@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 from launch import deepspeed, deepspeed_ranks, launch, torchrun
-from repository import ROOT
+from repository import FORKED_RANKS, ROOT
+
+from ncz_plugins.cli.perf.launch import free_port
 
 PLUGIN = "ncz_plugins.deepspeed.launch"
+FILE_OF_PLUGIN = ROOT / "ncz_plugins" / "deepspeed" / "launch.py"
+MODULES = "deepspeed,deepspeed.runtime.zero.muon.muon_optimizer,torch._dynamo"  # what training imports, without us
 SCRIPT = Path(__file__).with_name("user_script.py")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -41,17 +45,17 @@ def arguments(config) -> list:
 UNDER_TORCHRUN = {"LOCAL_SIZE": "2"}  # which torchrun does not set, and DeepSpeed asks for
 
 
-# By torchrun, which starts in a third of the time that DeepSpeed's launcher takes.
+# In forks, which need no launcher: what launchers pass on is that of `compressed` and `test_under_torchrun`.
 @pytest.fixture(scope="module")
 def without_plugin(configs, tmp_path_factory):
-    command = torchrun(SCRIPT, *arguments(configs["off"]))
-    return launch(command, tmp_path_factory.mktemp("without_plugin"), timeout=120, environment=UNDER_TORCHRUN)
+    forks = [FORKED_RANKS, MODULES, "torch", 2, free_port(), SCRIPT, *arguments(configs["off"])]
+    return launch([sys.executable, *map(str, forks)], tmp_path_factory.mktemp("without_plugin"), timeout=120)
 
 
 @pytest.fixture(scope="module")
 def switched_off(configs, tmp_path_factory):
-    command = torchrun("--module", PLUGIN, SCRIPT, *arguments(configs["off"]))
-    return launch(command, tmp_path_factory.mktemp("switched_off"), timeout=120, environment=UNDER_TORCHRUN)
+    command = deepspeed_ranks(FILE_OF_PLUGIN, SCRIPT, *arguments(configs["off"]))
+    return launch(command, tmp_path_factory.mktemp("switched_off"), timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +136,7 @@ class TestThroughTheModule:
 
 @pytest.mark.parametrize("script", ["nowhere/train.py", None])
 def test_a_script_that_is_not_there_is_named_without_a_traceback(script, tmp_path):
-    command = [sys.executable, "-m", PLUGIN, "--local_rank=0", *([script] if script else [])]
+    command = deepspeed_ranks(FILE_OF_PLUGIN, "--local_rank=0", *([script] if script else []), ranks=1)
     outcome = launch(command, tmp_path, timeout=60, fails=True)
     assert "usage: deepspeed [launcher options] --module ncz_plugins.deepspeed.launch" in outcome.output
     assert "Traceback" not in outcome.output
