@@ -77,6 +77,15 @@ def enter_private_network() -> None:
         fcntl.ioctl(any_socket, set_flags, struct.pack("16sH22x", b"lo", is_up))
 
 
+def enter_node(process: int) -> None:
+    """Move to where a process of the laboratory keeps a node: its network and its host name. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts"):
+        with open(f"/proc/{process}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+
+
 def serve_horovod(ranks: int, port: int) -> None:
     """Be what Horovod's ranks meet at. Starts a thread, so this comes after the forks; they try until it is there."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -126,6 +135,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="for rankN.log, rankN.json, and exits.json: exit status and time of each rank, null while it runs",
     )
     parser.add_argument("--private-network", action="store_true", help="run in one that only the ranks use")
+    parser.add_argument(
+        "--nodes",
+        type=lambda text: text.split(","),
+        metavar="ADDRESS,PID,PID...",
+        help="run in the laboratory: the first node's address, and a process of each; as many ranks on each node",
+    )
     args = parser.parse_args(arguments)
     import_modules(args.modules)
     if args.private_network:
@@ -135,6 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
         process = os.fork()
         if process == 0:
             os.environ |= ENVIRONMENTS[args.environment](rank, args.ranks, args.port)
+            if args.nodes:
+                os.environ["MASTER_ADDR"], *nodes = args.nodes
+                enter_node(int(nodes[rank * len(nodes) // args.ranks]))
             if args.into is not None:
                 leave_in(args.into, rank)
             run(args.script, args.arguments)

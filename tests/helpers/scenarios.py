@@ -19,7 +19,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,7 +64,7 @@ class Finished:
         returncode: its exit status; None if it was still running when the time was over.
         output: what it printed. The traceback of a scenario that raised is at the end.
         result: what the scenario returned; None if it did not return.
-        ended: when it ended, as `time.time()` counts. None if it was still running, and on nodes.
+        ended: when it ended, as `time.time()` counts. None if it was still running.
     """
 
     returncode: int | None
@@ -102,7 +101,7 @@ def run_ranks(
         imports: modules that ranks share, separated by commas. None may start a thread.
         launcher: whose variables ranks have, one of those in forked_ranks.py. "hosts": each rank is a host.
         environment: further variables of the processes.
-        nodes: machines of a laboratory, with equally many ranks on each. Their ranks share no imports.
+        nodes: machines of a laboratory, with equally many ranks on each.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{scenario.__name__}-", dir=folder))
     command = program(scenario, folder, *arguments, device=device, seconds=seconds)
@@ -273,11 +272,12 @@ def _run(
     """Run a program once per rank. Returns how each rank ended, and whether all did within `seconds`."""
     ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
     environment = {**os.environ, **ours, **environment}
+    options = ["--into", folder]
     if nodes:
-        ended = _run_on_nodes(command, world_size, folder, seconds, environment, nodes)
-    else:
-        forks = [FORKED_RANKS, imports, "--into", folder, launcher, world_size, free_port(), *command]
-        ended = _run_forks([*map(str, forks)], world_size, folder, seconds, environment)
+        options += ["--nodes", ",".join([nodes[0].address, *(str(node.pid) for node in nodes)])]
+        environment["GLOO_SOCKET_IFNAME"] = nodes[0].interface
+    forks = [FORKED_RANKS, imports, *options, launcher, world_size, free_port(), *command]
+    ended = _run_forks([*map(str, forks)], world_size, folder, seconds, environment)
     finished = []
     for rank, (code, when) in enumerate(ended):
         log, result = folder / f"rank{rank}.log", folder / f"rank{rank}.json"
@@ -300,37 +300,3 @@ def _run_forks(
         forking.end(process)
     exits = folder / "exits.json"
     return json.loads(exits.read_text()) if exits.exists() else [(None, None)] * world_size
-
-
-def _run_on_nodes(
-    command: list[str],
-    world_size: int,
-    folder: Path,
-    seconds: float,
-    environment: dict[str, str],
-    nodes: Sequence[Node],
-) -> list[tuple[int | None, None]]:
-    """Run a program in one process per rank on machines of a laboratory. Returns the exit status of each."""
-    environment |= {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": nodes[0].address,
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": nodes[0].interface,
-    }
-    processes = []
-    for rank in range(world_size):
-        at = nodes[rank * len(nodes) // world_size].command([sys.executable, *command])
-        with open(folder / f"rank{rank}.log", "w") as log:
-            of_rank = environment | {"RANK": str(rank)}
-            processes.append(subprocess.Popen(at, env=of_rank, stdout=log, stderr=log))
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            continue
-    codes = [process.returncode for process in processes]
-    for process in processes:
-        process.kill()
-        process.wait()
-    return [(code, None) for code in codes]
