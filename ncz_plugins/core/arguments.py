@@ -55,8 +55,8 @@ def pieces_of(
         raise ValueError(f"{collective}: rows of input and output must have one size, got {rows[0]} and {rows[1]}")
     if input.numel() and input.data_ptr() == output.data_ptr():
         raise ValueError(f"{collective}: output must have memory of its own, got that of input")
-    sent = _split_sizes(f"{collective}: input_split_sizes", sent, len(input), ranks)
-    received = _split_sizes(f"{collective}: output_split_sizes", received, len(output), ranks)
+    sent = _split_sizes(f"{collective}: input_split_sizes", sent, input.shape[0], ranks)
+    received = _split_sizes(f"{collective}: output_split_sizes", received, output.shape[0], ranks)
     return Pieces(sent, received, rows[0], rank)
 
 
@@ -220,7 +220,7 @@ def parts_of_each(
 def exchanged_parts(collective: str, tensor: Tensor, name: str | None) -> Sequence[ParameterSlice]:
     """What a tensor of which ranks exchange pieces consists of: one parameter, whose size may differ by rank."""
     [part] = parts_of(collective, tensor, name, None)
-    return [part._replace(numel=NO_SIZE)]
+    return [ParameterSlice(part.name, part.length, numel=NO_SIZE)]
 
 
 def parts_of(

@@ -68,16 +68,20 @@ def tell_pieces(
 
     Raises MismatchError on every rank if the ranks make different calls, or one expects other rows than are sent.
     """
-    rows, counters = pieces_described(call.pieces, transport.rank), call.counters or Counters()
+    rows, counters = pieces_described(call.pieces), call.counters or Counters()
+    bytes_of_row = call.pieces.row * call.input.itemsize
     if transport.exchanges is None:
         require_same_call(call.collective, call.described, transport, ranks, counters)
         if call.has_equal_sizes:
             return Told(call.larger.nbytes, False)
-        transport.start_max(torch.from_numpy(rows).view(-1), counters).wait()
-        return Told(_bytes_told(call, rows, ranks)[0], False)
+        of_ranks = np.zeros((len(ranks), len(rows)), np.uint8)
+        of_ranks[transport.rank] = np.frombuffer(rows, np.uint8)
+        transport.start_max(torch.from_numpy(of_ranks).view(-1).view(torch.int64), counters).wait()
+        most_rows, _ = require_same_pieces(call.collective, of_ranks.tobytes(), tuple(ranks))
+        return Told(most_rows * bytes_of_row, False)
 
     # Who makes another call expects no more bytes than a comparison may have with it.
-    most = min(most, MAX_BYTES_WITH_COMPARISON - rows[0].nbytes)
+    most = min(most, MAX_BYTES_WITH_COMPARISON - len(rows))
     outgoing = incoming = [memoryview(b"")] * transport.world_size
     if call.largest_piece <= most:
         outgoing, incoming = memory_of_pieces(call)
@@ -85,29 +89,13 @@ def tell_pieces(
         outgoing, incoming = [list(map(borrowed_memory, heads)) for heads in codec.heads]
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
     check = partial(require_same, call.collective, comparison, ranks)
-    transport.exchanges.tell(rows, outgoing, incoming, comparison, check, counters)
+    told = transport.exchanges.tell(rows, outgoing, incoming, comparison, check, counters)
 
-    nbytes, largest = _bytes_told(call, rows, ranks)
-    call.has_arrived = max(largest) <= most
+    most_rows, largest_rows = require_same_pieces(call.collective, told, tuple(ranks))
+    call.has_arrived = max(largest_rows) * bytes_of_row <= most
     if call.has_arrived:
         incoming[transport.rank][:] = outgoing[transport.rank]
-    return Told(nbytes, min(largest) > most)
-
-
-def _bytes_told(call: Call, rows: np.ndarray, ranks: Sequence[int]) -> tuple[int, list[int]]:
-    """What the rank which sends or gets most sends or gets, and the largest piece of each rank, in bytes.
-
-    Raises MismatchError if a rank expects other rows than are sent.
-
-    Args:
-        rows: what all ranks send and expect, see `pieces_described`.
-    """
-    require_same_pieces(call.collective, rows, ranks)
-    bytes_of_row = call.pieces.row * call.input.itemsize
-    sent, received = rows[:, 0].tolist(), rows[:, 1].tolist()
-    most = max(max(map(sum, sent)), max(map(sum, received)))
-    largest = [max(max(to), max(of)) * bytes_of_row for to, of in zip(sent, received)]
-    return most * bytes_of_row, largest
+    return Told(most_rows * bytes_of_row, min(largest_rows) * bytes_of_row > most)
 
 
 def memory_of_pieces(call: Call) -> tuple[list[memoryview], list[memoryview]]:

@@ -16,7 +16,7 @@ from .call import COLLECTIVES, EXCHANGES, OPS, Call, Pieces
 from .config import Config
 from .errors import MismatchError, UnsupportedError, refused
 from .training.policy import ParameterSlice
-from .transport.comparison import Extremes, RankComparison, place_of
+from .transport.comparison import Extremes, RankComparison, bytes_of_numbers, place_of
 
 # The dtypes that gloo and NCCL carry.
 DTYPES = (
@@ -156,29 +156,27 @@ def require_same(collective: str, comparison: RankComparison, ranks: Sequence[in
         raise MismatchError(f"{collective}: {found}. {ways}{steps}")
 
 
-def pieces_described(pieces: Pieces, rank: int) -> np.ndarray:
-    """What a rank sends and expects, for ranks to compare: int64, [ranks, 2, ranks].
-
-    Rows that it sends to rank j are at [rank, 0, j], those that it expects of rank j at [rank, 1, j]. All else is 0.
-    """
-    ranks = len(pieces.sent)
-    described = np.zeros((ranks, 2, ranks), np.int64)
-    described[rank] = pieces.sent, pieces.received
-    return described
+def pieces_described(pieces: Pieces) -> bytes:
+    """What a rank sends and expects, for ranks to compare: rows that it sends to each, then rows that it expects."""
+    return bytes_of_numbers((*pieces.sent, *pieces.received))
 
 
-def require_same_pieces(collective: str, described: np.ndarray, ranks: Sequence[int]) -> None:
+@lru_cache(maxsize=64)  # calls of equal sizes follow one another, and to compare them takes longer than to look here
+def require_same_pieces(collective: str, described: bytes, ranks: tuple[int, ...]) -> tuple[int, list[int]]:
     """Raise MismatchError, on all ranks alike, if a rank sends another number of rows than the other one expects.
 
     "Rows" are those of `Pieces`; where a row is one element, messages say elements.
 
     Args:
-        described: what `pieces_described` returned, with the rows of all ranks.
+        described: what `pieces_described` returned on each rank, in rank order.
         ranks: their global ranks, for the message.
+
+    Returns the rows of the rank that sends or gets most, and those of the largest piece of each rank.
     """
-    sent, expected = described[:, 0], described[:, 1].T
+    rows = np.frombuffer(described, np.int64).reshape(len(ranks), 2, len(ranks))
+    sent, expected = rows[:, 0], rows[:, 1].T
     if (sent == expected).all():
-        return
+        return int(rows.sum(2).max()), rows.max((1, 2)).tolist()
     differing = np.argwhere(sent != expected).tolist()
     unit, must_agree = EXCHANGES[collective]
     found = "; ".join(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -40,8 +40,7 @@ class RankComparison:
         self._numbers = numbers
         self._rank = rank
         self._world_size = world_size
-        self._format = _format(len(numbers))
-        self.told = self._format.pack(*numbers.values())
+        self.told = bytes_of_numbers(numbers.values())
         self._heard: list[tuple[int, bytes]] = []  # other ranks and their `told`
         self._tensor: Tensor | None = None
 
@@ -77,7 +76,7 @@ class RankComparison:
     def _extremes_heard(self) -> dict[str, Extremes]:
         ranks, told = zip(*sorted([(self._rank, self.told), *self._heard]))
         found = {}
-        for name, *numbers in zip(self._numbers, *map(self._format.unpack, told)):
+        for name, *numbers in zip(self._numbers, *map(_format(len(self._numbers)).unpack, told)):
             lowest, highest = min(numbers), max(numbers)
             found[name] = Extremes(lowest, ranks[numbers.index(lowest)], highest, ranks[numbers.index(highest)])
         return found
@@ -96,6 +95,11 @@ def place_of(value: object, values: Sequence) -> int:
         if each is value:  # the usual case, and faster than torch's `==`
             return at
     return next((at for at, each in enumerate(values) if each == value), len(values))
+
+
+def bytes_of_numbers(numbers: Collection[int]) -> bytes:
+    """Numbers as bytes: 64 bits each, the low ones first."""
+    return _format(len(numbers)).pack(*numbers)
 
 
 @lru_cache

@@ -318,7 +318,7 @@ class Mesh:
         """
         for connection in self._in_use:
             connection.update_poll(self._poll)
-        silent_since = min(connection.heard for connection in awaited)
+        silent_since = min([connection.heard for connection in awaited])
         left = silent_since + self._timeout - time.monotonic()
         if left <= 0:
             silent = {connection.name for connection in awaited if connection.heard == silent_since}
@@ -394,17 +394,12 @@ class Outgoing:
     def __init__(self, connection: _Connection, parts: Sequence[Memory]):
         self.connection = connection
         self.ended: float | None = None
-        views = [memoryview(part) for part in parts if len(part)]
-        self._left = [memoryview(_LENGTH.pack(sum(map(len, views)))), *views]
+        self._left = [_LENGTH.pack(sum(map(len, parts))), *filter(len, parts)]
 
     def advance(self, to: socket.socket) -> None:
         """Send as much as the socket takes."""
-        sent = to.sendmsg(self._left, [], _SEND_FLAGS)
-        while self._left and sent >= self._left[0].nbytes:
-            sent -= self._left.pop(0).nbytes
-        if self._left:
-            self._left[0] = self._left[0][sent:]
-        else:
+        _pass(self._left, to.sendmsg(self._left, [], _SEND_FLAGS))
+        if not self._left:
             self.ended = time.perf_counter()
 
 
@@ -437,43 +432,38 @@ class Incoming:
         self._front = memoryview(bytearray(_LENGTH.size + len(head)))  # the length, then the head
         self.head = self._front[_LENGTH.size :]
         self.values: memoryview | None = None
-        self._left = self._front  # memory that is being filled
-        self._later: Parts = ()  # memory to fill after it
+        self._left = [self._front]  # memory that is being filled
         self.ended: float | None = None
 
     def drop(self) -> None:
         """Let go of the caller's memory."""
-        self._expected = self._left = self._later = None
+        self._expected = self._left = None
 
     def advance(self, source: socket.socket) -> None:
         """Receive as much as has come. Raises PeerError."""
-        while self.ended is None:
-            wanted = self._left.nbytes
-            received = source.recv_into(self._left)
+        while self._left:
+            received = source.recvmsg_into(self._left)[0]
             if not received:
                 raise PeerError(_gone(self.connection.name))
-            self._left = self._left[received:]
-            if received < wanted:
-                if self.values is None and self._front.nbytes - self._left.nbytes >= _LENGTH.size:
+            _pass(self._left, received)
+            if self._left:
+                if self.values is None and self._front.nbytes - self._left[0].nbytes >= _LENGTH.size:
                     self._length()  # raises if the message is shorter than the head: the rest would never come
                 return  # nothing more has come
             # Receive what comes after the head, if there is any: receiving 0 bytes looks like the end of a connection.
             if self.values is None:
-                self._later = self._memory_after_head()
-            while self._later and not self._left.nbytes:
-                self._left, *self._later = self._later
-            if not self._left.nbytes:
-                self.ended = time.perf_counter()
+                self._left = self._memory_after_head()
+        self.ended = time.perf_counter()
 
-    def _memory_after_head(self) -> Parts:
+    def _memory_after_head(self) -> list[memoryview]:
         """The memory for the bytes after the head. Sets `values`."""
         nbytes = self._length() - self.head.nbytes
         head, memory = self._expected
         if memory is not None and self.head == head and sum([part.nbytes for part in memory]) == nbytes:
             self.values = memoryview(b"")
-            return memory
+            return [part for part in memory if part.nbytes]
         self.values = memoryview(np.empty(nbytes, np.uint8))
-        return (self.values,)
+        return [self.values] if nbytes else []
 
     def _length(self) -> int:
         """The length that stands before the message. Raises PeerError if it is not possible."""
@@ -550,7 +540,8 @@ class _Connection:
 
     def advance(self) -> None:
         """Send and receive as much as is possible without a wait."""
-        self.send_more()
+        if self.outgoing:
+            self.send_more()
         try:
             while self.incoming:
                 self.incoming[0].advance(self.socket)
@@ -587,6 +578,14 @@ class _Connection:
 
 def _parts(message: Memory | Parts) -> Parts:
     return message if isinstance(message, tuple) else (message,)
+
+
+def _pass(memories: list[Memory], count: int) -> None:
+    """Remove `count` bytes, which were sent or filled, from the front of memories. None of these may be empty."""
+    while memories and count >= len(memories[0]):
+        count -= len(memories.pop(0))
+    if count:
+        memories[0] = memoryview(memories[0])[count:]
 
 
 def _gone(rank: int) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,6 +65,8 @@ class SmallCollectives:
 
     def serve(self, collective: str, input: Tensor, op: dist.ReduceOp | None) -> bool:
         """Whether `start` can carry out this call."""
+        if self._connections.mesh is None or collective not in _COLLECTIVES:
+            return False
         n, in_two_rounds = self._world_size, self._in_two_rounds(collective, input)
         nbytes, most = input.nbytes, _MAX_BYTES
         if in_two_rounds or collective == "reduce_scatter_single":
@@ -75,9 +76,7 @@ class SmallCollectives:
         elif collective == "broadcast" and n > 2:
             most = _MAX_BROADCAST_BYTES
         return (
-            self._connections.mesh is not None
-            and collective in _COLLECTIVES
-            and nbytes <= MAX_BYTES_WITH_COMPARISON
+            nbytes <= MAX_BYTES_WITH_COMPARISON
             and nbytes * (n - 1) <= most
             and (op is None or (place_of(op, _OPS) < len(_OPS) and input.dtype in COMBINED_DTYPES))
         )
@@ -192,38 +191,42 @@ class Exchanges:
 
     def tell(
         self,
-        numbers: np.ndarray,
+        numbers: bytes,
         outgoing: Sequence[Memory],
         incoming: Sequence[Memory],
         comparison: RankComparison,
         check: Callable[[], None],
         counters: Counters,
-    ) -> None:
+    ) -> bytes:
         """Compare calls, and tell all ranks numbers in which they may differ. Bytes for each rank travel along.
 
         Args:
-            numbers: int64, [ranks, ...]. Those at `rank` are this rank's; the others receive what other ranks tell.
+            numbers: of this rank, as many bytes as the others have.
             outgoing: the bytes for each rank, which may be none.
             incoming: memory for the bytes of each rank, filled if that rank has sent equally many.
             comparison, check: see `SmallCollectives.start`.
             counters: receive the bytes sent and the seconds waited.
+
+        Returns the numbers of all ranks, in rank order.
         """
-        rank, told, size = self._rank, memoryview(numbers).cast("B"), numbers[0].nbytes
-        rows = [told[at : at + size] for at in range(0, len(told), size)]
-        exchange = self._mesh.tell([(rows[rank], each) for each in outgoing], comparison)
+        rank, ranks, size = self._rank, len(outgoing), len(numbers)
+        exchange = self._mesh.tell([(numbers, each) for each in outgoing], comparison)
+        told = bytearray(size * ranks)
+        rows = [memoryview(told)[at : at + size] for at in range(0, len(told), size)]
+        rows[rank][:] = numbers
         largest = max(map(len, incoming))
         exchange.receive(0, size + max(largest, MAX_BYTES_WITH_COMPARISON), list(zip(rows, incoming)))
         counters.wire_bytes += sum(map(len, outgoing)) - len(outgoing[rank])
-        counters.wire_bytes += (len(rows) - 1) * (len(comparison.told) + size)
+        counters.wire_bytes += (ranks - 1) * (len(comparison.told) + size)
         with span("wait", size, counters):
             received = exchange.wait()
         check()
         # What is not as expected, having no bytes or another number of them, went to memory of its own.
-        for peer, message in zip([peer for peer in range(len(rows)) if peer != rank], received):
-            if message.nbytes >= size:
+        require_received([message for message in received if message.nbytes < size])
+        for peer, message in zip([peer for peer in range(ranks) if peer != rank], received):
+            if message.nbytes:
                 rows[peer][:] = message[:size]
-            else:
-                require_received([message])
+        return bytes(told)
 
     def send(self, outgoing: Sequence[Memory], incoming: Sequence[Memory]) -> None:
         """Send each rank its bytes, and receive those of the others. Ranks must have compared the sizes before."""

@@ -155,9 +155,9 @@ def test_a_peer_that_takes_what_it_can_is_not_silent(monkeypatch):
         def __init__(self, connection):
             self.connection = connection
 
-        def recv_into(self, memory):
+        def recvmsg_into(self, memories):
             time.sleep(0.01)
-            return self.connection.recv_into(memory[: 1 << 16])
+            return self.connection.recvmsg_into([memories[0][: 1 << 16]])
 
     advance = mesh.Incoming.advance
     monkeypatch.setattr(mesh.Incoming, "advance", lambda message, source: advance(message, Slow(source)))
