@@ -8,7 +8,7 @@ Applying a patch runs no code from it and unpickles nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple, TypeVar
 
@@ -352,6 +352,45 @@ def assemble(
     for name, other in version.same_as.items():
         made[name] = made[other]
     return made
+
+
+def values_of(
+    version: Version, names: Iterable[str], base: Mapping[str, Held], made: Mapping[str, Held]
+) -> Iterator[Tensor]:
+    """The elements of tensors of a version, 1-D: one tensor after the other, up to a frame at a time.
+
+    Takes a few frames of memory for each thread. Raises FrameError and MismatchError.
+
+    Args:
+        base: tensors of the base. Each is asked for when its turn comes.
+        made: tensors of the version. Asked for those that are the base's, or of which ranks published parts.
+    """
+    return in_order(_value, _steps(version, names, base, made), lambda step: step.box.numel)
+
+
+def _steps(
+    version: Version, names: Iterable[str], base: Mapping[str, Held], made: Mapping[str, Held]
+) -> Iterator[_Piece | Held]:
+    """Frames to decode, and tensors that are there."""
+    for name in names:
+        sources = version.parts.get(name, [])
+        # Frames of a part lie one behind the other in the part alone.
+        is_one = len(sources) == 1 and sources[0].box == Box.whole(sources[0].form.sizes)
+        if not is_one:
+            yield made[name]
+            continue
+        form, box = sources[0].form, sources[0].box
+        older = base[name] if name in base and not version.is_whole else None
+        _require_covered(name, sources, older)
+        if older is None or older.form != form:  # no frame looks at it
+            older = Held(form, box, torch.empty((), dtype=form.coded, device="cpu").expand(form.sizes))
+        yield from _pieces_of(version, name, older)
+
+
+def _value(step: _Piece | Held) -> Tensor:
+    if isinstance(step, Held):
+        return flat(step.data.contiguous())
+    return flat(_decode(step)) if step.frame else step.target.on_host(step.box)
 
 
 def _covered(sources: list[Source]) -> int:

@@ -11,18 +11,17 @@ import json
 import math
 import mmap
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import kernels
 from ..core.errors import FrameError, MismatchError, UnsupportedError
-from .apply import Version, assemble, require_base
+from .apply import Version, assemble, require_base, values_of
 from .boxes import Box
 from .index import FileHeader
-from .make import digest_of, make_patch_of
+from .make import Snapshot, patch_between
 from .tensors import SAFETENSORS_BITS, TORCH_ONLY, Form, Held
 
 _METADATA = "__metadata__"  # key of a header that is not a tensor
@@ -114,8 +113,11 @@ class FileBytes:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield len(self._header).to_bytes(_SIZE_BYTES, "little") + self._header
-        for each in self._places:
-            yield _bytes_of(self._file.tensors[each.name])
+        tensors, names = self._file.tensors, [each.name for each in self._places]
+        if isinstance(tensors, _Made):
+            yield from map(_bytes_of, tensors.values_of(names))
+        else:
+            yield from (_bytes_of(tensors[name].data) for name in names)
 
 
 def _new_held(form: Form, data: Tensor | None = None) -> Held:
@@ -125,8 +127,8 @@ def _new_held(form: Form, data: Tensor | None = None) -> Held:
     return Held(form, Box.whole(form.sizes), data.view(form.coded).view(form.sizes))
 
 
-def _bytes_of(held: Held) -> memoryview:
-    return memoryview(held.data.reshape(-1).view(torch.uint8).numpy())
+def _bytes_of(data: Tensor) -> memoryview:
+    return memoryview(data.reshape(-1).view(torch.uint8).numpy())
 
 
 # ------------------------------------------------------------------ patches of files
@@ -140,8 +142,9 @@ def make_file_patch(new: WeightFile, base: WeightFile | None = None, key: bytes 
     elif (metadata := _metadata_of(new)) is not None:
         text = {"metadata": metadata}
     file = FileHeader(checksum=_checksum(new.header), **text)
-    older = None if base is None else dict(base.tensors)
-    return make_patch_of(_with_memory(new.tensors), older, file=file, key=key)
+    made = Snapshot.of(new.tensors)
+    older = None if base is None else Snapshot.of(dict(base.tensors))
+    return patch_between(made._replace(held=_with_memory(made)), older, file=file, key=key)
 
 
 def apply_file_patch(version: Version, base: WeightFile | None = None) -> WeightFile:
@@ -227,6 +230,10 @@ class _Made(_Lazy):
         alone = self._of_none._replace(parts={name: self._version.parts[name]})
         return assemble(alone, older, older, _new)[name]
 
+    def values_of(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """The elements of tensors, 1-D, in pieces: see `apply.values_of`."""
+        return values_of(self._version, names, self._base, self)
+
 
 def _new(name: str, form: Form) -> tuple[Held, Held]:
     return (_new_held(form),) * 2
@@ -237,15 +244,15 @@ def _may_equal(equal_bytes: int, distinct_bytes: int) -> bool:
     return equal_bytes <= _MAX_EQUAL_SHARE * distinct_bytes + _ALWAYS_EQUAL_BYTES
 
 
-def _with_memory(tensors: Mapping[str, Held]) -> dict[str, Held]:
+def _with_memory(version: Snapshot) -> dict[str, Held]:
     """Tensors of a file, of which those with equal bytes count as one in memory, as far as readers allow."""
-    backend, first, found = kernels.cpu_backend(), {}, {}
+    first, found = {}, {}
     equal_bytes = distinct_bytes = 0
-    for name, held in tensors.items():
-        key, size = (held.form, digest_of(backend, held.data.reshape(-1))), held.form.total_bytes
+    for name, held in version.held.items():
+        key, size = (held.form, *version.digests[name]), held.form.total_bytes
         # Equal digests don't prove equal bytes.
         is_first = first.setdefault(key, held) is held
-        is_equal = not is_first and _bytes_of(first[key]) == _bytes_of(held)
+        is_equal = not is_first and _bytes_of(first[key].data) == _bytes_of(held.data)
         is_equal = is_equal and _may_equal(equal_bytes + size, distinct_bytes)
         equal_bytes, distinct_bytes = equal_bytes + size * is_equal, distinct_bytes + size * (not is_equal)
         found[name] = held._replace(memory=key if size and (is_first or is_equal) else None)
