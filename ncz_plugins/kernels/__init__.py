@@ -11,6 +11,7 @@ This package imports nothing of `ncz_plugins.core`.
     cuda/         CUDA backend for tensors on GPUs
     common/       C++ headers that cpu/ and cuda/ share
     lossless.py   lossless frames of floats and of byte changes (SPLIT)
+    sparse.py     frames of rare changes (SPARSE)
     updates.py    lossless frames of elements of which the receiver has an older version
     ieee.py       numpy functions without numpy's warnings
     damage.py     messages for the error codes of compiled kernels

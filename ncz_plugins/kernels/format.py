@@ -73,6 +73,7 @@ class Coder(IntEnum):
     SPLIT = 4  # floats, not codes: see lossless.py
     HUFFMAN32 = 5
     PLANES = 6
+    SPARSE = 7  # changes of few elements: see sparse.py
     AUTO = 255
 
 

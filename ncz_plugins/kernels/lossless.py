@@ -109,7 +109,7 @@ def _read(backend: Backend, frame: Tensor, planes: list[Tensor]) -> None:
     codes = _scratch.of("codes", planes[0].numel(), torch.int32, frame.device)
     rest = frame[_HEAD.size :]
     for plane in planes:
-        inner, rest = _next_frame(rest)
+        inner, rest = next_frame(rest)
         # The GPU's kernels need frames at aligned addresses, which a clone has.
         backend.decode_codes(inner if inner.device.type == "cpu" else inner.clone(), codes)
         backend.check()
@@ -124,34 +124,39 @@ def _check_head(backend: Backend, frame: Tensor, out: Tensor, has_older: bool) -
     """Predictor and base from a frame's header. Raises DamagedFrame unless the header fits the elements of `out`."""
     if frame.numel() < _HEAD.size:
         raise DamagedFrame(f"{frame.numel()} bytes are too few for the header of a SPLIT frame")
-    *first_fields, count, payload_bytes, flags, checksum, base = _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())
-    predictor = first_fields[3]
-    allowed = predictor if has_older and predictor == Predictor.DELTA else Predictor.NONE
-    expected = [MAGIC, VERSION, Coder.SPLIT, allowed, 8 * out.element_size()]
+    is_change = has_older and int(frame[6]) == Predictor.DELTA
+    predictor = Predictor.DELTA if is_change else Predictor.NONE
+    check_header(backend, frame, (Coder.SPLIT, predictor, 8 * out.element_size()), out.numel())
+    return predictor, _HEAD.unpack(frame[: _HEAD.size].cpu().numpy())[-1]
+
+
+def check_header(backend: Backend, frame: Tensor, kind: tuple[Coder, Predictor, int], count: int) -> None:
+    """Raise DamagedFrame unless a frame that consists of frames has these coder, predictor, width and count."""
+    *first_fields, stored, payload_bytes, flags, checksum = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())
+    expected = [MAGIC, VERSION, *kind]
     for name, found, wanted in zip(("magic", "version", "coder", "predictor", "width"), first_fields, expected):
         if found != wanted:
-            raise DamagedFrame(f"{name} is {found:#x}, that of a SPLIT frame of these elements is {int(wanted):#x}")
-    if count != out.numel():
-        raise DamagedFrame(f"frame holds {count} elements, expected {out.numel()}")
+            raise DamagedFrame(f"{name} is {found:#x}, that of a {kind[0].name} frame here is {int(wanted):#x}")
+    if stored != count:
+        raise DamagedFrame(f"frame holds {stored} elements, expected {count}")
     if payload_bytes != frame.numel() - HEADER_BYTES:
         raise DamagedFrame(f"payload has {frame.numel() - HEADER_BYTES} bytes, the header says {payload_bytes}")
     if flags not in (0, HAS_CHECKSUM) or (not flags and checksum):
         raise DamagedFrame(f"header has unknown flags {flags:#x}, or a checksum ({checksum:#x}) without its flag")
     if flags and (actual := backend.checksum(frame)) != checksum:
         raise DamagedFrame(f"checksum is {actual:#010x}, the header says {checksum:#010x}")
-    return predictor, base
 
 
-def _next_frame(data: Tensor) -> tuple[Tensor, Tensor]:
-    """The plane's frame that `data` starts with, and the rest of `data`."""
+def next_frame(data: Tensor) -> tuple[Tensor, Tensor]:
+    """The inner frame that `data` starts with, and the rest of `data`."""
     if data.numel() < HEADER_BYTES:
-        raise DamagedFrame(f"SPLIT frame ends after {data.numel()} bytes of a plane's header")
+        raise DamagedFrame(f"the frame ends after {data.numel()} bytes of the header of an inner frame")
     *_, payload_bytes, flags, _ = HEADER.unpack(data[:HEADER_BYTES].cpu().numpy())
     if flags:
-        raise DamagedFrame(f"a plane of a SPLIT frame has flags {flags:#x}; only the whole may have a checksum")
+        raise DamagedFrame(f"an inner frame has flags {flags:#x}; only the whole may have a checksum")
     size = HEADER_BYTES + payload_bytes
     if size > data.numel():
-        raise DamagedFrame(f"a plane of a SPLIT frame has {size} bytes, only {data.numel()} are left")
+        raise DamagedFrame(f"an inner frame has {size} bytes, only {data.numel()} are left")
     return data[:size], data[size:]
 
 

@@ -14,6 +14,7 @@ from .backend import Backend
 from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
 from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
 from .scratch import Scratch
+from .sparse import decode_sparse, encode_sparse
 
 # SPLIT takes three quarters of bfloat16 weights, and more of other dtypes. So don't try it if differences take less.
 _MAX_SHARE_WITHOUT_SPLIT = 3 / 4
@@ -37,7 +38,7 @@ def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Codi
     if x.dtype in _COUNTED:
         codes = _scratch.of("differences", x.numel(), torch.int32, x.device)
         backend.differences(x, base, codes)
-        size = int(backend.encode_codes(codes, coding, frame))
+        size = encode_sparse(backend, codes, coding, frame) or int(backend.encode_codes(codes, coding, frame))
     else:
         size = encode_byte_changes(backend, x, base, coding, frame)
     if size <= _MAX_SHARE_WITHOUT_SPLIT * x.nbytes:
@@ -55,17 +56,31 @@ def decode_update(backend: Backend, frame: Tensor, base: Tensor | None, out: Ten
 
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
-    if base is None or out.dtype not in _COUNTED or _is_split(frame):
+    coder = _coder_of(frame)
+    if base is None or out.dtype not in _COUNTED or coder == Coder.SPLIT:
         return decode_floats(backend, frame, out, base)
+    if coder == Coder.SPARSE:
+        return _decode_sparse(backend, frame, base, out)
     codes = _scratch.of("differences", out.numel(), torch.int32, out.device)
     backend.decode_codes(frame, codes)
     backend.check()
     backend.add_differences(codes, base, out)
 
 
-def _is_split(frame: Tensor) -> bool:
-    """Whether a frame is a SPLIT frame. On a GPU the host waits for its header."""
+def _decode_sparse(backend: Backend, frame: Tensor, base: Tensor, out: Tensor) -> None:
+    """Copy `base`, and change only what a SPARSE frame changes."""
+    places, changes = decode_sparse(backend, frame, out.numel())
+    bits = torch.int16 if out.itemsize == 2 else torch.int32
+    changed = torch.from_numpy(base.view(bits).numpy()[places]).view(out.dtype)
+    backend.add_differences(changes, changed, changed)
+    if out.data_ptr() != base.data_ptr():
+        out.copy_(base)
+    out.view(bits).numpy()[places] = changed.view(bits).numpy()
+
+
+def _coder_of(frame: Tensor) -> int | None:
+    """The coder in a frame's header; None if it is cut off. On a GPU the host waits for the header."""
     if frame.numel() < HEADER_BYTES:
-        return False
+        return None
     _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())
-    return coder == Coder.SPLIT
+    return coder

@@ -30,7 +30,6 @@ def read(patches: list[bytes], base: dict[str, np.ndarray], key: bytes = b"") ->
             if "of" in entry:
                 same[entry["name"]] = entry["of"]
                 continue
-            # The tensor, as elements of frames.
             kind = PAIRS.get(entry["dtype"], entry["dtype"])
             width = FLOATS[kind][0] if kind in FLOATS else INTEGERS.get(kind, 1)
             shape = [*entry["shape"], 2] if entry["dtype"] in PAIRS else entry["shape"]
@@ -102,6 +101,10 @@ def update(frame: bytes, older: np.ndarray, counted: bool) -> np.ndarray:
 def codes(frame: bytes) -> np.ndarray:
     """The codes of a frame, int32."""
     count, payload = int.from_bytes(frame[8:12], "little"), frame[24:]
+    if frame[5] == 7:
+        end, found = 24 + int.from_bytes(payload[12:16], "little"), np.zeros(count, "i4")
+        found[np.cumsum(codes(payload[:end]) + np.int64(1)) - 1] = codes(payload[end:])
+        return found
     if frame[5] == 0:
         symbols = np.frombuffer(payload, f"u{frame[7] // 8}").astype("u4")
     else:
@@ -117,14 +120,13 @@ def fixed(payload: bytes, count: int) -> np.ndarray:
     found, at = [], 2 * math.ceil(count / CHUNK)
     for first in range(0, count, CHUNK):
         left = min(CHUNK, count - first)
-        widths = payload[at : at + math.ceil(left / 32)]
-        at += len(widths)
+        widths, at = payload[at : at + math.ceil(left / 32)], at + math.ceil(left / 32)
         for number, w in enumerate(widths):
             octets = math.ceil(min(32, left - 32 * number) / 8)
             bits = np.unpackbits(np.frombuffer(payload[at : at + w * octets], "u1"), bitorder="little")
             at += w * octets
             values = bits.reshape(8 * octets, w).astype("u8") @ (1 << np.arange(w, dtype="u8"))
-            found.append(values[: min(32, left - 32 * number)])
+            found.append(values[: left - 32 * number])
     return np.concatenate(found).astype("u4")
 
 
@@ -142,8 +144,7 @@ def symbol_of(token: int, bits: Bits) -> int:
     if token < 128:
         return token
     e, rest = 7 + (token - 128) // 4, (token - 128) % 4
-    extra = bits.take(e - 2)
-    return 1 << e | (rest >> 1) << e - 1 | extra << 1 | rest & 1
+    return 1 << e | (rest >> 1) << e - 1 | bits.take(e - 2) << 1 | rest & 1
 
 
 def huffman(payload: bytes, count: int) -> np.ndarray:
@@ -183,7 +184,6 @@ def rans(payload: bytes, count: int) -> np.ndarray:
         states = np.frombuffer(payload[at : at + 16], "<u4").astype(int).tolist()
         stream = iter(np.frombuffer(payload[at + 16 : at + 16 + 2 * words], "<u2").astype(int).tolist())
         bits, at = Bits(payload[at + 16 + 2 * words :][:extra]), at + 16 + 2 * words + extra
-
         first, left = page * PAGE, min(PAGE, count - page * PAGE)
         masks = [rans_value(tables[0], states, i % 4, stream) for i in range(math.ceil(left / 8))]
         places = [first + 8 * i + k for i, mask in enumerate(masks) for k in range(8) if mask >> k & 1]

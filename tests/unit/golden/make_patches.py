@@ -4,8 +4,10 @@
 
 It holds two versions of some tensors ("old/NAME", "new/NAME"; unsigned integers in the shapes that frames have), and
 the patches of two ranks, of which each holds half of most tensors: "whole-RANK", "changes-RANK", and "keyed-RANK",
-which are changes with a keyed checksum (format 4). Run it again only together with a new format in
-docs/reference/patch-format.md. The numbers come from a formula.
+which are changes with a keyed checksum (format 4). "rare-old", "rare-new" and "rare" are a row of bfloat16 of which few
+elements change (SPARSE), before and after, and its patch. Run it again only together with a new format in
+docs/reference/patch-format.md, and without the file, or for arrays that it lacks: those that it has stay as they are.
+The numbers come from a formula.
 """
 
 from __future__ import annotations
@@ -48,6 +50,14 @@ def versions() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return old, new
 
 
+def rare() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two versions of a row of bfloat16. Some elements in a hundred change, some of them by far."""
+    bits = torch.from_numpy(noise(9000).astype(np.int64))
+    old = ((bits - 2**31).double() / 2**35).bfloat16()
+    steps = torch.where(bits % 97 == 0, bits // 97 % 5 - 2 + 3000 * (bits % 1067 == 0), 0)
+    return {"x": old}, {"x": (old.view(torch.int16) + steps.short()).view(torch.bfloat16)}
+
+
 def part(x: Tensor, rank: int) -> TensorPart:
     """The half of a tensor that a rank holds."""
     rows = x.shape[0] // 2
@@ -68,7 +78,11 @@ def main() -> None:
         old, new = (held_in({name: part(x, rank) for name, x in state.items()}, "state") for state in versions())
         for kind, base, key in (("whole", None, None), ("changes", old, None), ("keyed", old, KEY)):
             arrays[f"{kind}-{rank}"] = np.frombuffer(make_patch_of(new, base, rank, 2, key=key), np.uint8)
-    np.savez_compressed(FOLDER / "patches.npz", **arrays)
+    old, new = (held_in(state, "state") for state in rare())
+    arrays |= {"rare-old": unsigned(old["x"]), "rare-new": unsigned(new["x"])}
+    arrays["rare"] = np.frombuffer(make_patch_of(new, old), np.uint8)
+    path = FOLDER / "patches.npz"
+    np.savez_compressed(path, **arrays | (dict(np.load(path)) if path.exists() else {}))
 
 
 if __name__ == "__main__":

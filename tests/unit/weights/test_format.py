@@ -9,6 +9,7 @@ import torch
 from repository import GOLDEN
 
 from ncz_plugins import apply_patch, make_patch, stage_patch
+from ncz_plugins.kernels.format import Coder
 from ncz_plugins.weights.apply import read_patch, read_patches
 from ncz_plugins.weights.tensors import held_in
 
@@ -80,6 +81,15 @@ def test_golden_patches_with_a_keyed_checksum_are_read():
 def test_golden_patches_are_read_in_plain_numpy():
     assert same(plain_reader.read(patches("whole"), {}), NEW)
     assert same(plain_reader.read(patches("changes"), OLD), NEW)
+
+
+def test_golden_changes_that_are_rare_are_read():
+    patch, old, new = ARRAYS["rare"].tobytes(), ARRAYS["rare-old"], ARRAYS["rare-new"]
+    [source] = read_patches(patch).parts["x"]
+    assert source.frames[0][5] == Coder.SPARSE
+    weights = {"x": torch.from_numpy(old.view("i2").copy()).view(torch.bfloat16)}
+    assert same(unsigned(apply_patch(patch, weights)), {"x": new})
+    assert same(plain_reader.read([patch], {"x": old}), {"x": new})
 
 
 def test_golden_patches_have_every_kind_of_frame():

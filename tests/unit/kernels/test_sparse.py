@@ -1,0 +1,156 @@
+"""SPARSE frames, of changes that are rare: every bit comes back, in few bytes, and damage is found."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import with_flipped_bits
+
+from ncz_plugins import kernels
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    VERSION,
+    Coder,
+    Coding,
+    DamagedFrame,
+    Predictor,
+    max_frame_bytes,
+)
+from ncz_plugins.kernels.updates import decode_update, encode_update, max_update_bytes
+
+COUNT = 3 * CHUNK + 5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+AUTO = Coding()
+BACKEND = kernels.cpu_backend()
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def versions(dtype: torch.dtype, places, steps=1, count: int = COUNT) -> tuple[torch.Tensor, torch.Tensor]:
+    """An older version and a newer one, which differ by some floats at these places."""
+    base = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = base.clone()
+    bits(x)[torch.as_tensor(list(places), dtype=torch.int64)] += torch.as_tensor(steps).to(bits(x).dtype)
+    return base, x
+
+
+def encoded(backend, x: torch.Tensor, base: torch.Tensor, coding: Coding = AUTO) -> torch.Tensor:
+    frame = torch.empty(max_update_bytes(x.numel(), x.itemsize), dtype=torch.uint8)
+    return frame[: encode_update(backend, x, base, coding, frame)].clone()
+
+
+def with_parts(*parts: tuple[list[int], Coder], count: int = COUNT) -> torch.Tensor:
+    """A SPARSE frame of any codes."""
+    inner = b""
+    for codes, coder in parts:
+        frame = torch.empty(max_frame_bytes(len(codes)), dtype=torch.uint8)
+        size = BACKEND.encode_codes(torch.tensor(codes, dtype=torch.int32), Coding(coder, Predictor.NONE), frame)
+        inner += frame[:size].numpy().tobytes()
+    header = HEADER.pack(MAGIC, VERSION, Coder.SPARSE, Predictor.NONE, 0, count, len(inner), 0, 0)
+    return torch.frombuffer(bytearray(header + inner), dtype=torch.uint8)
+
+
+def refused(frame: torch.Tensor, base: torch.Tensor, why: str | None = None) -> None:
+    out = base.clone()
+    with pytest.raises(DamagedFrame, match=why):
+        decode_update(BACKEND, frame, out, out)
+    assert torch.equal(bits(out), bits(base))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "places", [[0], [COUNT - 1], [0, 1, COUNT - 2, COUNT - 1], range(7, COUNT, 9), range(300)], ids=str
+)
+def test_every_bit_comes_back(backend, dtype, places):
+    steps = np.random.default_rng(0).integers(1, 30_000, len(places))
+    for some in (1, steps):
+        base, x = versions(dtype, places, some)
+        frame = encoded(backend, x, base)
+        assert frame[5] == Coder.SPARSE
+        for out in (base.clone(), torch.empty_like(base)):
+            before = base.clone()
+            decode_update(backend, frame, out if torch.equal(bits(out), bits(base)) else before, out)
+            assert torch.equal(bits(out), bits(x)) and torch.equal(bits(before), bits(base))
+
+
+def test_backends_read_the_frames_of_each_other(any_backend):
+    base, x = versions(torch.bfloat16, range(5, COUNT, 37), 3)
+    frame = encoded(kernels.load("reference"), x, base, Coding(costs=any_backend.costs))
+    assert torch.equal(frame, encoded(any_backend, x, base))
+    out = base.clone()
+    decode_update(any_backend, frame, out, out)
+    assert torch.equal(bits(out), bits(x))
+
+
+def test_rare_changes_take_fewer_bytes_than_by_any_other_coder(backend):
+    base, x = versions(torch.bfloat16, torch.randperm(1 << 20)[:1000], 1, 1 << 20)
+    sizes = {coder: encoded(backend, x, base, Coding(coder)).numel() for coder in (Coder.HUFFMAN, Coder.RANS)}
+    assert 1.4 * encoded(backend, x, base).numel() < min(sizes.values())
+
+
+@pytest.mark.parametrize("case", ["none", "many", "short"])
+def test_where_it_would_not_pay_all_codes_are_coded(backend, case):
+    places = {"none": [], "many": range(0, COUNT, 5), "short": [3]}[case]
+    base, x = versions(torch.bfloat16, list(places), 1, CHUNK - 1 if case == "short" else COUNT)
+    assert encoded(backend, x, base)[5] != Coder.SPARSE
+
+
+def test_the_frame_is_as_the_specification_says():
+    """Written out by hand: elements 2 and 700 change by 1 and -1 floats."""
+    base = torch.ones(COUNT, dtype=torch.bfloat16)
+    frame = with_parts(([2, 697], Coder.RAW), ([1, -1], Coder.RAW))
+    expected = "4e435a46 01 07 00 00 05300000 36000000 00000000 00000000"
+    expected += "4e435a46 01 00 00 10 02000000 04000000 00000000 00000000 0400 7205"
+    expected += "4e435a46 01 00 00 08 02000000 02000000 00000000 00000000 02 01"
+    assert frame.numpy().tobytes() == bytes.fromhex(expected)
+    out = base.clone()
+    decode_update(BACKEND, frame, base, out)
+    assert torch.nonzero(out != base).view(-1).tolist() == [2, 700]
+    assert bits(out)[[2, 700]].tolist() == [0x3F81, 0x3F7F]
+
+
+def test_damage_is_found_and_changes_nothing():
+    base, x = versions(torch.bfloat16, range(5, COUNT, 37), 3)
+    frame = encoded(BACKEND, x, base)
+    for size in range(frame.numel()):
+        refused(frame[:size], base)
+    refused(torch.cat([frame, frame[:1]]), base, "payload has")
+    one = [5], Coder.RAW
+    refused(with_parts(one, one, one), base, "bytes behind its changes")
+    refused(with_parts(([-1], Coder.RAW), one), base, "do not lie in its")
+    refused(with_parts(([5, -6], Coder.RAW), ([1, 1], Coder.RAW)), base, "do not lie in its")
+    refused(with_parts(([COUNT], Coder.RAW), one), base, "do not lie in its")
+    refused(with_parts(([2**31 - 1] * 9, Coder.FIXED), ([1] * 9, Coder.RAW)), base, "do not lie in its")
+    refused(with_parts(one, ([1, 1], Coder.RAW)), base, "holds 2 codes, expected 1")
+    refused(with_parts(([0] * (COUNT + 1), Coder.HUFFMAN), one), base, "changes of")
+    refused(with_parts(one, one, count=COUNT - 1), base, "expected")
+    sealed = with_parts(one, one)
+    sealed[HEADER_BYTES + 16] = 1  # the first inner frame claims to have a checksum
+    refused(sealed, base, "only the whole may have a checksum")
+    for at, value in ((4, 2), (6, 1), (7, 16), (16, 2), (20, 1)):
+        damaged = with_parts(one, one)
+        damaged[at] = value
+        refused(damaged, base)
+
+
+def test_changes_of_nothing_are_refused():
+    with pytest.raises(DamagedFrame):
+        decode_update(BACKEND, with_parts(([5], Coder.RAW), ([1], Coder.RAW)), None, torch.zeros(COUNT))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_flips(data):
+    base, x = versions(torch.bfloat16, range(5, COUNT, 397), 3)
+    damaged = with_flipped_bits(encoded(BACKEND, x, base), data)
+    out = base.clone()
+    try:
+        decode_update(BACKEND, damaged, out, out)
+    except DamagedFrame:
+        assert torch.equal(bits(out), bits(base))
