@@ -29,7 +29,7 @@ from .format import (
 from .scratch import Scratch
 
 _HEAD = struct.Struct(f"{HEADER.format}I")  # header and base
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _scratch = Scratch()
 
 
@@ -44,7 +44,7 @@ def max_lossless_bytes(count: int, itemsize: int) -> int:
 
 def encode_floats(backend: Backend, x: Tensor, coding: Coding, frame: Tensor) -> int:
     """Write `x` as one frame to `frame`: uint8, at least `max_lossless_bytes` long. Returns the bytes written."""
-    rotated = _scratch.of("rotated", x.numel(), _INTEGERS[x.element_size()], x.device)
+    rotated = _scratch.of("rotated", x.numel(), INTEGERS[x.element_size()], x.device)
     _rotate_left(x.view(rotated.dtype), rotated)
     planes = _planes(rotated)
     codes = _scratch.of("codes", x.numel(), torch.int32, x.device)
@@ -58,7 +58,7 @@ def encode_byte_changes(backend: Backend, x: Tensor, before: Tensor, coding: Cod
 
     `frame` is uint8, at least `max_lossless_bytes` long.
     """
-    changes = _scratch.of("rotated", x.numel(), _INTEGERS[x.element_size()], x.device)
+    changes = _scratch.of("rotated", x.numel(), INTEGERS[x.element_size()], x.device)
     torch.sub(x.view(torch.uint8), before.view(torch.uint8), out=changes.view(torch.uint8))
     planes = _planes(changes)
     # Always hold the last plane: otherwise a frame of a few bytes could claim to be a huge tensor.
@@ -88,7 +88,7 @@ def decode_floats(backend: Backend, frame: Tensor, out: Tensor, before: Tensor |
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
     predictor, base = _check_head(backend, frame, out, before is not None)
-    bits = _scratch.of("rotated", out.numel(), _INTEGERS[out.element_size()], out.device)
+    bits = _scratch.of("rotated", out.numel(), INTEGERS[out.element_size()], out.device)
     planes = _planes(bits)
     if predictor == Predictor.NONE:
         if base > _largest(planes[0]):

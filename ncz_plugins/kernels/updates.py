@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backend import Backend
 from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
-from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
+from .lossless import INTEGERS, decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
 from .scratch import Scratch
 from .sparse import decode_sparse, encode_sparse
 
@@ -70,7 +70,7 @@ def decode_update(backend: Backend, frame: Tensor, base: Tensor | None, out: Ten
 def _decode_sparse(backend: Backend, frame: Tensor, base: Tensor, out: Tensor) -> None:
     """Copy `base`, and change only what a SPARSE frame changes."""
     places, changes = decode_sparse(backend, frame, out.numel())
-    bits = torch.int16 if out.itemsize == 2 else torch.int32
+    bits = INTEGERS[out.itemsize]
     changed = torch.from_numpy(base.view(bits).numpy()[places]).view(out.dtype)
     backend.add_differences(changes, changed, changed)
     if out.data_ptr() != base.data_ptr():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import closing
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from .. import kernels
 from ..core.errors import FrameError, MismatchError, PartlyAppliedError, UnsupportedError
 from ..kernels.backend import require_seals
 from ..kernels.format import DamagedFrame
+from ..kernels.lossless import INTEGERS
 from ..kernels.updates import decode_update, max_update_bytes
 from .boxes import Box, frames_of
 from .index import Contents, FileHeader, read_head
@@ -141,7 +143,7 @@ class StagedPatch:
             with closing(self._new_values()) as values:
                 for piece in self._pieces:
                     new[piece.name] = None
-                    piece.view.copy_(next(values))
+                    _copy(next(values), piece.view)
         except Exception as error:
             *done, mixed = new
             raise PartlyAppliedError(done, mixed, error) from error
@@ -154,6 +156,15 @@ class StagedPatch:
             return
         on_host = all(piece.target.data.is_cpu for piece in self._pieces)
         yield from in_order(_decode, self._pieces, _elements, on_host)
+
+
+def _copy(values: Tensor, into: Tensor) -> None:
+    """Copy by this thread alone. Torch would take all of its threads, and on busy cores wait for the last of them."""
+    if not into.is_cpu:
+        into.copy_(values)
+        return
+    bits = INTEGERS[into.itemsize]  # numpy lacks some dtypes
+    np.copyto(into.view(bits).numpy(), values.view(bits).numpy())
 
 
 # ------------------------------------------------------------------ what patches hold

@@ -1,5 +1,6 @@
 """Threads: the same bytes whatever their number, errors in their place, and torch's number of threads as it was."""
 
+import os
 import threading
 
 import pytest
@@ -34,6 +35,28 @@ def versions() -> tuple[dict, dict]:
 
 def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_pause_takes_one_thread_whatever_torch_has():
+    """A pause that waits for several threads takes long where all cores are busy."""
+
+    def pause():
+        before = len(os.listdir("/proc/self/task"))
+        staged.apply()
+        found.append(len(os.listdir("/proc/self/task")) - before)
+
+    number, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        old, new = ({"w": torch.full((1 << 18,), value, dtype=torch.bfloat16)} for value in (1, 2))
+        staged = stage_patch(make_patch(new, old), old, decoded=True)
+        # A thread of its own has no other threads yet, which torch would start.
+        thread = threading.Thread(target=pause)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(number)
+    assert found == [0] and same(old, new)
 
 
 def test_results_come_in_order_and_an_error_in_its_place(count):
