@@ -206,12 +206,12 @@ def _key(options: argparse.Namespace) -> bytes | None:
     """The key in --key-file."""
     if options.key_file is None:
         return None
-    from ..weights.keys import require_key
+    from ..weights.keys import read_key
 
-    key = _content(options.key_file)
-    with _naming(options.key_file):
-        require_key(key)
-    return key
+    try:
+        return read_key(_path(options.key_file))
+    except PatchKeyError as error:
+        raise PatchKeyError(f"{error} (--key-file)") from None
 
 
 def _content(file: str) -> bytes:

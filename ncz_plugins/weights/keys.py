@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
-from ..core.errors import PatchKeyError
+from ..core.errors import PatchKeyError, UnsupportedError
 from .head import FORMAT_WITH_TAG, format_of
 
 TAG_BYTES = 32  # HMAC-SHA256, at the end of the patch
@@ -20,6 +22,24 @@ def require_key(key: bytes | None) -> None:
         raise PatchKeyError(
             f"key must be {_LEAST_KEY_BYTES} bytes or more, got {got}: take random ones: secrets.token_bytes(32)"
         )
+
+
+def read_key(path: str | os.PathLike | None) -> bytes | None:
+    """The key in a file, which is all of its bytes; None without a file.
+
+    Raises UnsupportedError if the file can't be read, and PatchKeyError if it holds fewer than 16 bytes.
+    """
+    if path is None:
+        return None
+    try:
+        key = Path(path).read_bytes()
+    except OSError as error:
+        raise UnsupportedError(f"{path}: cannot be read: {error.strerror or error}: name a file with the key") from None
+    try:
+        require_key(key)
+    except PatchKeyError as error:
+        raise PatchKeyError(f"{path}: {error}") from None
+    return key
 
 
 def tag_of(parts: Iterable[bytes | memoryview], key: bytes) -> bytes:

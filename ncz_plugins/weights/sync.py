@@ -234,6 +234,7 @@ class WeightSync(PatchExchange):
         keep: see `WeightPublisher`.
         base: what this rank begins with, such as the checkpoint on its disk. A worker's first version costs what
             differs if its base is that of the trainer; otherwise the worker gets all weights.
+        key: see `make_patch`; the same on all ranks.
 
     Attributes:
         bytes_sent: what the trainer sent to each rank for the last version. Stays 0 on workers.
@@ -245,6 +246,7 @@ class WeightSync(PatchExchange):
         src: int = 0,
         keep: int = 2,
         base: Mapping[str, Tensor] | None = None,
+        key: bytes | None = None,
     ):
         self._group = require_group(group, "WeightSync")
         ranks = dist.get_process_group_ranks(self._group)
@@ -252,8 +254,8 @@ class WeightSync(PatchExchange):
             raise UnsupportedError(f"src must be a global rank of this group, one of {ranks}, got {src!r}")
         self._src, self._src_in_group = src, ranks.index(src)
         is_trainer = dist.get_rank() == src
-        self._publisher = WeightPublisher(keep, base=base if is_trainer else None)
-        self._subscriber = WeightSubscriber(None if is_trainer else base)
+        self._publisher = WeightPublisher(keep, base=base if is_trainer else None, key=key)
+        self._subscriber = WeightSubscriber(None if is_trainer else base, key)
         self.bytes_sent = 0
 
     def publish(self, state: Mapping[str, Tensor]) -> int:
@@ -281,8 +283,8 @@ class WeightSync(PatchExchange):
     def receive(self) -> dict[str, Tensor]:
         """The newest weights, as the trainer published them.
 
-        Raises UnsupportedError on the rank `src`, MismatchError if the trainer could not publish, FrameError if a
-        patch is damaged, and PeerError if a rank fails.
+        Raises UnsupportedError on the rank `src`, MismatchError if the trainer could not publish, PatchKeyError if it
+        has another key, FrameError if a patch is damaged, and PeerError if a rank fails.
         """
         if dist.get_rank() == self._src:
             raise UnsupportedError(f"receive: this is rank {self._src}, which publishes: call publish(state_dict) here")

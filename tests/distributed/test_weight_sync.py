@@ -8,7 +8,7 @@ import torch.distributed as dist
 from on_rank import attempt, leave, leave_alone, raises, rank, start
 from scenarios import on_ranks, ranks
 
-from ncz_plugins import UnsupportedError, WeightSync
+from ncz_plugins import PatchKeyError, UnsupportedError, WeightSync
 
 VERSIONS, LOST, CHANGED = 6, 3, 4  # the last two: before which version that happens to rank 2
 
@@ -45,6 +45,23 @@ def test_workers_follow_a_trainer(group):
         assert all(size < 0.5 * whole for at, size in enumerate(later, 1) if at not in (LOST, CHANGED))
         for at in (LOST, CHANGED):  # all of it for one, changes for the other
             assert whole < sent[at] < 1.5 * whole
+
+
+@ranks(3)
+def test_a_worker_with_another_key_takes_nothing_and_the_others_go_on(group):
+    """Rank 1 has no key at first."""
+    key, first, second = bytes(range(32)), *versions()[:2]
+    sync = WeightSync(group, key=None if rank == 1 else key)
+    if rank == 0:
+        for state in (first, second):
+            sync.publish(state)
+        return
+    if rank == 1:
+        raises(PatchKeyError, sync.receive, "no key was given")
+        sync = WeightSync(group, key=key)
+    else:
+        assert same(sync.receive(), first)
+    assert same(sync.receive(), second)
 
 
 @ranks(3)

@@ -4,6 +4,7 @@ SGLang pins torch and transformers to older versions than the other tests need, 
 `make setup` installs. Run this file where `pip install sglang` has been.
 """
 
+import os
 from functools import partial
 from importlib.util import find_spec
 
@@ -90,7 +91,9 @@ def follow(tied: bool) -> list[int]:
         assert updater.update_weights_from_tensor([("patch", tensor)], load_format=LOADER) == (True, "Success")
         updater.end_weight_update(run_post_load=True)
 
-    publisher, sizes = WeightPublisher(), []
+    (folder() / "key").write_bytes(bytes(range(32)))
+    os.environ["NCZ_KEY_FILE"] = str(folder() / "key")
+    publisher, sizes = WeightPublisher(key=bytes(range(32))), []
     for number in range(3):
         before = publisher.identity if number else None
         if number:

@@ -37,10 +37,11 @@ def update_rollouts(actors: int, rollouts: int) -> list[dict]:
     class Actor(Worker):
         """A trainer whose weights change a little with each version."""
 
-        def __init__(self, module):
+        def __init__(self, module, key_file):
             super().__init__()
             import_external_libs(module)
-            self.checkpoint_engine = CheckpointEngineRegistry.new("ncz", bucket_size=0, is_master=self.rank == 0)
+            how = {"bucket_size": 0, "is_master": self.rank == 0, "key_file": key_file}
+            self.checkpoint_engine = CheckpointEngineRegistry.new("ncz", **how)
 
         @staticmethod
         def weights(version):
@@ -83,9 +84,9 @@ def update_rollouts(actors: int, rollouts: int) -> list[dict]:
             return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def forget(self):
+        def forget(self, key_file):
             if self.rank == 0:
-                self.checkpoint_engine = type(self.checkpoint_engine)(bucket_size=0)
+                self.checkpoint_engine = type(self.checkpoint_engine)(bucket_size=0, key_file=key_file)
 
     class Replica:
         def __init__(self, workers):
@@ -96,24 +97,27 @@ def update_rollouts(actors: int, rollouts: int) -> list[dict]:
 
         abort_all_requests = resume_generation = release_kv_cache = resume_kv_cache = nothing
 
+    key_file = str(folder() / "key")
+    (folder() / "key").write_bytes(bytes(range(32)))
     place = tempfile.mkdtemp(prefix="ray")  # the paths of Ray's sockets must be short
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=place)
     try:
-        config = CheckpointEngineConfig(backend="ncz", custom_backend_module=MODULE)
+        kwargs = {"ncz": {"key_file": key_file}}
+        config = CheckpointEngineConfig(backend="ncz", custom_backend_module=MODULE, engine_kwargs=kwargs)
 
         def group(cls, size, **arguments):
             pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
             made = RayClassWithInitArgs(ray.remote(cls), **arguments)
             return RayWorkerGroup(pool, made, device_name="cpu")
 
-        actor_group = group(Actor, actors, module=MODULE)
+        actor_group = group(Actor, actors, module=MODULE, key_file=key_file)
         settings = {"rollout_config": RolloutConfig(name="vllm", checkpoint_engine=config), "model_config": None}
         rollout_group = group(Rollout, rollouts, **settings)
         manager = CheckpointEngineManager(config, actor_group, [Replica([each]) for each in rollout_group.workers])
         seen = []
         for version in range(VERSIONS + 1):
             if version == VERSIONS:
-                rollout_group.forget()
+                rollout_group.forget(key_file)
             try:
                 found = manager.update_weights(global_steps=version)
             except ray.exceptions.RayTaskError as error:

@@ -71,7 +71,8 @@ def follow(tied: bool, from_disk: bool) -> list[int]:
     places = {name: each.data_ptr() for name, each in ours.named_parameters()}
     transfer = config.weight_transfer_config
     engine = WeightTransferEngineFactory.create_engine(transfer, config, torch.device("cpu"), ours)
-    publisher = WeightPublisher(base=dict(model.named_parameters()))
+    (folder() / "key").write_bytes(bytes(range(32)))
+    publisher = WeightPublisher(base=dict(model.named_parameters()), key=bytes(range(32)))
     file, sizes = folder() / "a.patch", []
 
     def send(patch: bytes) -> None:
@@ -83,7 +84,7 @@ def follow(tied: bool, from_disk: bool) -> list[int]:
             engine.finish_weight_update()
 
     begin = {"checkpoint": str(folder() / "v0")} if from_disk else {}
-    engine.init_transfer_engine(engine.parse_init_info(begin))
+    engine.init_transfer_engine(engine.parse_init_info(begin | {"key_file": str(folder() / "key")}))
     for number in range(1, 4):
         before = publisher.identity if number > 1 or from_disk else None
         train_a_step(model, number)

@@ -21,13 +21,15 @@ class CheckpointCopy:
 
     Args:
         weights: the version that the trainer begins with, see `read_checkpoint`. None: its first version is whole.
+        key: of the publisher, see `apply_patch`.
 
     Attributes:
         weights: tensors by name; empty before the first version.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor] | None = None):
+    def __init__(self, weights: Mapping[str, Tensor] | None = None, key: bytes | None = None):
         self.weights = dict(weights or {})
+        self._key = key
         self._versions: tuple[int, ...] | None = None  # identities of the version; None: not known
 
     @property
@@ -40,13 +42,13 @@ class CheckpointCopy:
 
         Changes are checked first, and then written in place. A whole version takes new memory.
 
-        Raises FrameError if a patch is damaged, and MismatchError if it is for another version than this one. Nothing
-        has changed then: a whole version helps. Raises PartlyAppliedError if writing fails; then only a whole version
-        is taken.
+        Raises PatchKeyError if a patch has another key, FrameError if it is damaged, and MismatchError if it is for
+        another version than this one. Nothing has changed then: a whole version helps. Raises PartlyAppliedError if
+        writing fails; then only a whole version is taken.
         """
-        version = read_patches(patches)
+        version = read_patches(patches, self._key)
         if version.is_whole:
-            self.weights = apply_patch(patches)
+            self.weights = apply_patch(patches, key=self._key)
             self._versions = tuple(each.version for each in version.contents)
             return
         unknown = sorted(version.parts.keys() - self.weights.keys())
@@ -57,7 +59,7 @@ class CheckpointCopy:
             )
         if self._versions is None:  # tensors that did not change must be the trainer's, too
             require_base(version, held_in(self.weights, "weights"))
-        staged = stage_patch(patches, self.weights, versions=self._versions)
+        staged = stage_patch(patches, self.weights, versions=self._versions, key=self._key)
         try:
             staged.apply()
         except PartlyAppliedError:

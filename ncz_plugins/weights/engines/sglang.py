@@ -6,11 +6,15 @@ so that names, fused tensors and shards of tensor parallelism are SGLang's. See 
 
 from __future__ import annotations
 
+import os
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from ..keys import read_key
 from .checkpoint import CheckpointCopy
+
+_KEY_FILE = "NCZ_KEY_FILE"  # a loader of SGLang has no settings
 
 _checkpoints: WeakKeyDictionary[nn.Module, CheckpointCopy] = WeakKeyDictionary()
 
@@ -23,8 +27,12 @@ def load_patches(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> N
         named_tensors: the patches of all ranks that published the version, as rows of bytes (uint8). Their names are
             not used.
 
-    Raises FrameError and MismatchError as `CheckpointCopy.apply` does. The model has not changed then.
+    The file that NCZ_KEY_FILE names, if it is set, has the trainer's key.
+
+    Raises PatchKeyError, FrameError and MismatchError as `CheckpointCopy.apply` does. The model has not changed then.
     """
-    checkpoint = _checkpoints.setdefault(model, CheckpointCopy())
+    if model not in _checkpoints:
+        _checkpoints[model] = CheckpointCopy(key=read_key(os.environ.get(_KEY_FILE)))
+    checkpoint = _checkpoints[model]
     checkpoint.apply([patch.cpu() for _, patch in named_tensors])
     model.load_weights(checkpoint.weights.items())

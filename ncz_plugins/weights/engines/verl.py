@@ -26,6 +26,7 @@ except ImportError as error:
     raise ImportError("ncz_plugins.weights.engines.verl needs verl 0.9 or newer: pip install verl") from error
 
 from ...core.transport.base import peer_errors
+from ..keys import read_key
 from ..sync import PatchExchange, WeightPublisher
 from .checkpoint import CheckpointCopy
 
@@ -38,15 +39,17 @@ class PatchCheckpointEngine(PatchExchange, CheckpointEngine):
         bucket_size: not used: patches go whole.
         is_master: whether this is actor rank 0, which sends.
         timeout: seconds to wait for other workers.
+        key_file: a file with a key, the same for actor rank 0 and all rollouts. None: patches have none.
 
     Attributes:
         bytes_sent: what each rollout got with the last version.
     """
 
-    def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = 600):
+    def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = 600, key_file: str | None = None):
         self.bytes_sent = 0
         self._is_master, self._timeout = is_master, timedelta(seconds=timeout)
-        self._publisher, self._checkpoint = WeightPublisher(keep=2), CheckpointCopy()
+        key = read_key(key_file)
+        self._publisher, self._checkpoint = WeightPublisher(keep=2, key=key), CheckpointCopy(key=key)
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroupGloo | None = None
 
@@ -105,8 +108,8 @@ class PatchCheckpointEngine(PatchExchange, CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
         """All tensors of the new version, on this worker's device.
 
-        Raises MismatchError if the trainer could not publish, FrameError if a patch is damaged, and PeerError if a
-        worker fails.
+        Raises MismatchError if the trainer could not publish, PatchKeyError if it has another key, FrameError if a
+        patch is damaged, and PeerError if a worker fails.
         """
         self._checkpoint.apply([self._receive(self._checkpoint.identity, "actor rank 0")])
         device = get_device_name() if get_torch_device().is_available() else "cpu"

@@ -23,6 +23,7 @@ except ImportError as error:
     raise ImportError("ncz_plugins.weights.engines.vllm needs vLLM 0.33 or newer: pip install vllm") from error
 
 from ...core.errors import UnsupportedError
+from ..keys import read_key
 from .checkpoint import CheckpointCopy, read_checkpoint
 
 
@@ -32,9 +33,11 @@ class PatchInitInfo(WeightTransferInitInfo):
 
     Attributes:
         checkpoint: folder of the checkpoint that the trainer begins with. None: its first version is whole.
+        key_file: a file with the trainer's key, which every worker can read. None: patches have none.
     """
 
     checkpoint: str | None = None
+    key_file: str | None = None
 
 
 @dataclass
@@ -58,8 +61,9 @@ class PatchEngine(WeightTransferEngine[PatchInitInfo, PatchUpdateInfo]):
 
     def init_transfer_engine(self, init_info: PatchInitInfo) -> None:
         """Begin with a trainer."""
+        key = read_key(init_info.key_file)
         begins_with = None if init_info.checkpoint is None else read_checkpoint(init_info.checkpoint)
-        self._checkpoint = CheckpointCopy(begins_with)
+        self._checkpoint = CheckpointCopy(begins_with, key)
 
     def start_weight_update(self) -> None:
         """Nothing: the model stays as it is until `finish_weight_update`."""
@@ -67,7 +71,7 @@ class PatchEngine(WeightTransferEngine[PatchInitInfo, PatchUpdateInfo]):
     def update_weights(self, update_info: dict) -> None:
         """Apply the patches in the files that `update_info` names. The model stays as it is.
 
-        Raises FrameError and MismatchError as `CheckpointCopy.apply` does.
+        Raises PatchKeyError, FrameError and MismatchError as `CheckpointCopy.apply` does.
         """
         self.receive_weights(self.parse_update_info(update_info))
 

@@ -4,8 +4,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ncz_plugins import FrameError, MismatchError, PartlyAppliedError, StagedPatch, UnsupportedError, WeightPublisher
+from ncz_plugins import (
+    FrameError,
+    MismatchError,
+    PartlyAppliedError,
+    PatchKeyError,
+    StagedPatch,
+    UnsupportedError,
+    WeightPublisher,
+)
 from ncz_plugins.weights.engines.checkpoint import CheckpointCopy, read_checkpoint
+from ncz_plugins.weights.engines.sglang import load_patches
 
 
 @pytest.fixture
@@ -102,3 +111,48 @@ def test_after_a_write_that_failed_only_a_whole_version_is_taken(versions, patch
         copy.apply([patches[1]])
     copy.apply([patches[0]])
     assert is_at(copy, versions[0])
+
+
+KEY = bytes(range(32))
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)], ids=["none", "another"])
+def test_a_patch_with_another_key_changes_nothing(versions, key):
+    publisher, copy = WeightPublisher(key=KEY), CheckpointCopy(versions[0], KEY)
+    publisher.publish(versions[0])
+    other, before = WeightPublisher(key=key), publisher.identity
+    for each in (publisher, other):
+        each.publish(versions[0])
+        each.publish(versions[1])
+    with pytest.raises(PatchKeyError):
+        copy.apply([other.patch(before)])
+    assert is_at(copy, versions[0])
+    copy.apply([publisher.patch(before)])
+    assert is_at(copy, versions[1])
+    with pytest.raises(PatchKeyError):
+        CheckpointCopy(key=key).apply([publisher.patch()])
+
+
+class Model(torch.nn.Module):
+    """What SGLang gives to a loader."""
+
+    def load_weights(self, weights):
+        self.loaded = dict(weights)
+
+
+def test_the_loader_of_sglang_takes_the_key_from_the_file_that_the_environment_names(versions, tmp_path, monkeypatch):
+    (tmp_path / "key").write_bytes(KEY)
+    monkeypatch.setenv("NCZ_KEY_FILE", str(tmp_path / "key"))
+    model, publisher, other = Model(), WeightPublisher(key=KEY), WeightPublisher()
+    for each in (publisher, other):
+        each.publish(versions[0])
+    with pytest.raises(PatchKeyError, match="no keyed checksum"):
+        load_patches(model, [("patch", torch.frombuffer(bytearray(other.patch()), dtype=torch.uint8))])
+    load_patches(model, [("patch", torch.frombuffer(bytearray(publisher.patch()), dtype=torch.uint8))])
+    assert torch.equal(model.loaded["a"], versions[0]["a"])
+    for content, error, says in ((b"short", PatchKeyError, "key: key must be 16"), (None, UnsupportedError, "cannot")):
+        (tmp_path / "key").unlink()
+        if content is not None:
+            (tmp_path / "key").write_bytes(content)
+        with pytest.raises(error, match=says):
+            load_patches(Model(), [])
