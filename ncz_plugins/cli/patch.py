@@ -119,6 +119,7 @@ def _show(options: argparse.Namespace) -> None:
         add_row(found, entry.name, entry.dtype, shape, held, f"{sum(entry.frames):,}")
     console = unbroken_console()
     ranks = "" if contents.ranks == 1 else f", rank {contents.rank} of {contents.ranks}"
+    ranks += "" if contents.number is None else f", number {contents.number}"
     console.print(Text(f"{options.patch}: makes version {contents.version:08x}{ranks}, {base}"))
     console.print(found)
 

@@ -219,6 +219,7 @@ def read_patches(patch: bytes | Sequence[bytes], key: bytes | None = None) -> Ve
             f"these are patches of ranks {found[:20]} of {ranks}: pass the patches of all ranks that published the "
             "version, each once"
         )
+    _require_one_version([contents for contents, _ in read])
     # Collect the parts of each tensor.
     parts: dict[str, list[Source]] = {}
     same_as: dict[str, str] = {}
@@ -230,6 +231,20 @@ def read_patches(patch: bytes | Sequence[bytes], key: bytes | None = None) -> Ve
     return Version(
         [contents for contents, _ in read], {name: _distinct(name, each) for name, each in parts.items()}, same_as
     )
+
+
+def _require_one_version(patches: list[Contents]) -> None:
+    """Raise MismatchError if patches say that they are of different versions."""
+    ranks: dict[int, list[int]] = {}
+    for each in patches:
+        if each.number is not None:
+            ranks.setdefault(each.number, []).append(each.rank)
+    if len(ranks) > 1:
+        listed = [f"{number} (rank{'s' * (len(of) > 1)} {', '.join(map(str, of[:8]))})" for number, of in ranks.items()]
+        raise MismatchError(
+            f"these are patches of versions {' and '.join(listed[:8])}: pass those that all ranks made of one "
+            "version. If ranks count differently, as after a restart of one, make new publishers on all of them"
+        )
 
 
 def read_patch(patch: bytes, key: bytes | None = None) -> tuple[Contents, dict[str, Source]]:

@@ -92,6 +92,7 @@ class Contents(Strict):
         base: identity of the version that the patch must be applied to. None: the patch holds a whole version.
         version: identity of the version that the patch makes, see `identity_of` in make.py.
         rank, ranks: a version that `ranks` ranks publish together is all of their patches.
+        number: of the version, the same on all of these ranks. None: not known.
         tensors: the parts that are new or have changed.
         gone: names of the base's tensors that the new version lacks.
         file: None for a patch that was made of state dicts.
@@ -101,6 +102,7 @@ class Contents(Strict):
     version: _Word
     rank: Size = 0
     ranks: Size = 1
+    number: Size | None = None
     tensors: tuple[Entry, ...]
     gone: tuple[str, ...] = ()
     file: FileHeader | None = None

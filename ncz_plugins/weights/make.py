@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
+from ..core.errors import UnsupportedError
 from ..kernels.backend import Backend
 from ..kernels.format import CHUNK, DTYPES, HEADER_BYTES, Coding
 from ..kernels.scratch import Scratch
@@ -29,6 +30,7 @@ from ..kernels.updates import encode_update, max_update_bytes
 from .boxes import Box, frame_count, frames_of
 from .index import Contents, Entry, FileHeader, write_head
 from .keys import require_key, tag_of
+from .strict import MAX_SIZE
 from .tensors import NARROWER, Held, TensorPart, are_on_host, is_sharded, published_in
 from .threads import in_order
 
@@ -46,6 +48,7 @@ def make_patch(
     base: Mapping[str, Tensor | TensorPart] | None = None,
     group: dist.ProcessGroup | None = None,
     key: bytes | None = None,
+    number: int | None = None,
 ) -> bytes:
     """Make the patch that turns `base` into `new`, to the bit. Without `base`, the patch holds all of `new`.
 
@@ -62,13 +65,18 @@ def make_patch(
             `TensorPart`s, else this rank alone.
         key: 16 bytes or more, which readers have, too. The patch ends with a keyed checksum (HMAC-SHA256) of all of
             it, for places that others can write to.
+        number: of the version, such as the training's step, 0 or more, the same on all ranks. Readers then refuse
+            patches of different versions. None: whoever carries the patches must not mix them.
 
     Raises PatchKeyError for a key that is too short, and UnsupportedError, saying what to do, for anything but a
-    mapping of names to dense tensors, and for quantized tensors.
+    mapping of names to dense tensors, for quantized tensors, and for a number out of range.
     """
+    if number is not None and (type(number) is not int or not 0 <= number < MAX_SIZE):
+        raise UnsupportedError(f"number must be an integer from 0 to {MAX_SIZE - 1}, such as the step, got {number!r}")
     published = published_in(new, "new")
     rank, ranks = rank_among(new, group)
-    return make_patch_of(published, None if base is None else published_in(base, "base"), rank, ranks, key=key)
+    older = None if base is None else published_in(base, "base")
+    return make_patch_of(published, older, rank, ranks, key=key, number=number)
 
 
 def rank_among(state: Mapping[str, Tensor | TensorPart], group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -123,15 +131,17 @@ def make_patch_of(
     ranks: int = 1,
     file: FileHeader | None = None,
     key: bytes | None = None,
+    number: int | None = None,
 ) -> bytes:
     """`make_patch` of what this rank holds.
 
     Args:
         rank, ranks: a version that `ranks` ranks publish together is all of their patches.
         file: header of the safetensors file that `new` was read from.
-        key: see `make_patch`.
+        key, number: see `make_patch`.
     """
-    return patch_between(Snapshot.of(new), None if base is None else Snapshot.of(base), rank, ranks, file, key)
+    older = None if base is None else Snapshot.of(base)
+    return patch_between(Snapshot.of(new), older, rank, ranks, file, key, number)
 
 
 def patch_between(
@@ -141,6 +151,7 @@ def patch_between(
     ranks: int = 1,
     file: FileHeader | None = None,
     key: bytes | None = None,
+    number: int | None = None,
 ) -> bytes:
     """`make_patch_of` versions whose checksums are known."""
     require_key(key)
@@ -183,6 +194,7 @@ def patch_between(
         version=new.identity,
         rank=rank,
         ranks=ranks,
+        number=number,
         tensors=tuple(entries.values()),
         gone=tuple(name for name in (() if base is None else base.held) if name not in new.held),
         file=file,

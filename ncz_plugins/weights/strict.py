@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+MAX_SIZE = 1 << 48
+Size = Annotated[int, Field(ge=0, lt=MAX_SIZE)]
 
 
 class Strict(BaseModel):

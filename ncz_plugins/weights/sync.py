@@ -33,7 +33,8 @@ class WeightPublisher:
     """The trainer's side: keeps the newest versions of a state dict, and makes patches from any of them to the newest.
 
     With DTensors every rank has a publisher, which keeps its own shards and makes patches of them. A version is then
-    the patches of all ranks, and each rank has identities of its own.
+    the patches of all ranks, and each rank has identities of its own. Ranks count their calls of `publish`, so that
+    readers refuse patches of different versions: all ranks make their publishers, and publish, equally often.
 
     Args:
         keep: number of versions to keep, the newest one included. With 2, a worker that is one version behind gets
@@ -59,6 +60,8 @@ class WeightPublisher:
             raise ValueError(f"keep must be an integer, 1 or more, got {keep!r}: the newest version is always kept")
         self.version = 0
         self._keep, self._group, self._key = keep, group, key
+        self._calls = 0  # of publish, those that raised included: the same on all ranks
+        self._number = 0  # of the call that published the newest version
         self._place = 0, 1  # number of this rank, and of ranks that publish together
         self._kept: dict[int, Snapshot] = {}  # versions by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
@@ -70,8 +73,9 @@ class WeightPublisher:
 
         Raises UnsupportedError as `make_patch` does; the version published before then remains the newest.
         """
+        self._calls += 1
         self._keep_newest(state)
-        self.version += 1
+        self.version, self._number = self.version + 1, self._calls
         return self.version
 
     def _keep_newest(self, state: Mapping[str, Tensor | TensorPart]) -> None:
@@ -104,7 +108,9 @@ class WeightPublisher:
         base = base if base in self._kept else None
         if base not in self._made:
             older = None if base is None else self._kept[base]
-            self._made[base] = patch_between(self._kept[self.identity], older, *self._place, key=self._key)
+            number = self._number if self._place[1] > 1 else None
+            newest = self._kept[self.identity]
+            self._made[base] = patch_between(newest, older, *self._place, key=self._key, number=number)
         return self._made[base]
 
 

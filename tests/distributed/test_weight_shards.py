@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_rank import folder, raises, rank, start, world_size
 from scenarios import on_ranks, ranks
 from torch import nn
@@ -13,7 +14,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSync, make_patch, stage_patch
+from ncz_plugins import (
+    MismatchError,
+    UnsupportedError,
+    WeightPublisher,
+    WeightSync,
+    apply_patch,
+    make_patch,
+    stage_patch,
+)
 
 TRAINERS, VERSIONS = 4, 3
 
@@ -95,6 +104,8 @@ def follow(layout: str) -> None:
     else:
         state = {name: x for name, x in made.state_dict().items() if name.startswith("up") or name == "head.weight"}
     memory, held = {name: id(x) for name, x in state.items()}, None
+    mixed = [Path(home / f"{each == 2:d}-{each}.patch").read_bytes() for each in range(TRAINERS)]
+    raises(MismatchError, lambda: stage_patch(mixed, state), "1 (rank", "2 (rank 2)", "one version")
     for version in range(VERSIONS):
         patches = [Path(home / f"{version}-{each}.patch").read_bytes() for each in range(TRAINERS)]
         staged = stage_patch(patches, state, decoded=version == 1, versions=held)
@@ -150,3 +161,21 @@ def test_one_rank_does_not_send_what_others_hold(group):
         raises(UnsupportedError, lambda: sync.publish(state), "make_patch on every rank")
     else:
         raises(MismatchError, sync.receive, "could not publish")
+
+
+@ranks(2)
+def test_a_rank_that_could_not_publish_is_noticed_and_all_go_on(group):
+    """It still has the version before, which fits to that of the other rank in all but its number."""
+    made, publisher, found = fully_shard(model()), WeightPublisher(), []
+    for version in range(1, 4):
+        state = made.state_dict()
+        if version == 2 and rank == 1:
+            raises(UnsupportedError, lambda: publisher.publish({"x": torch.ones(2).to_sparse()}), "x")
+        else:
+            publisher.publish(state)
+        patches = [None, None]
+        dist.all_gather_object(patches, publisher.patch())
+        found.append(patches)
+    for number in (0, 2):
+        assert apply_patch(found[number]).keys() == made.state_dict().keys()
+    raises(MismatchError, lambda: apply_patch(found[1]), "versions 2 (rank 0) and 1 (rank 1)")

@@ -49,7 +49,7 @@ def part(whole: torch.Tensor, cuts: list[int], number: int, dim: int, stride: in
     return TensorPart(memory.copy_(view), tuple(whole.shape), tuple(offsets))
 
 
-def patches_of(new: dict, base: dict | None, cuts: list[int], dim: int) -> list[bytes]:
+def patches_of(new: dict, base: dict | None, cuts: list[int], dim: int, number: int | None = None) -> list[bytes]:
     """The patches of ranks that hold these parts of all tensors."""
     ranks = len(cuts) - 1
     return [
@@ -60,6 +60,7 @@ def patches_of(new: dict, base: dict | None, cuts: list[int], dim: int) -> list[
             ),
             rank,
             ranks,
+            number=number,
         )
         for rank in range(ranks)
     ]
@@ -117,6 +118,25 @@ def test_a_missing_rank_is_named():
     with pytest.raises(MismatchError, match=r"ranks \[1\] of 3"):
         stage_patch(second, old)
     assert torch.equal(apply_patch([third, first, second], old)["w"], new["w"])
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_patches_of_different_versions_are_refused_and_named(is_whole):
+    """Whole versions fit any base, and changes of other frames than those that differ fit this one."""
+    old, new = versions()
+    base = None if is_whole else old
+    made = {number: patches_of(new, base, [0, 4, 8, 12], 0, number) for number in (None, 5, 6)}
+    for mixed in ([made[5][0], made[6][1], made[5][2]], [made[5][0], made[6][1], made[None][2]]):
+        for read in (lambda mixed=mixed: apply_patch(mixed, old), lambda mixed=mixed: stage_patch(mixed, dict(old))):
+            with pytest.raises(MismatchError, match=r"versions 5 \(rank.* and 6 \(rank 1\): pass those that all ranks"):
+                read()
+    # Those without a number are read as ever.
+    for patches in (made[None], made[5], [made[5][0], *made[None][1:]]):
+        assert torch.equal(apply_patch(patches, old)["w"], new["w"])
+    for number in (-1, 1 << 48, 1.0, "5", True):
+        with pytest.raises(UnsupportedError, match="number must be an integer from 0 to"):
+            make_patch(new, number=number)
+    assert torch.equal(apply_patch(make_patch(new, number=7))["w"], new["w"])
 
 
 def test_what_did_not_change_is_in_no_patch():
