@@ -2,20 +2,17 @@
 
 import copy
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 from scenarios import IMPORTS, on_ranks
-
-pytest.importorskip("lightning")
-
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ncz_plugins.torch import ddp, fsdp
 
 KINDS = ["ddp", "compiled ddp"] + ["fsdp"] * hasattr(FSDPModule, "set_custom_reduce_scatter")  # from torch 2.9 on
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 LOSSLESS = {"quantizer": {"kind": "lossless"}, "transport": {"min_bytes": 0}}
 
 
@@ -41,6 +38,10 @@ def sharded(module, mesh):
 
 def train_plain_and_compressed() -> dict[str, bool]:
     """Whether the parameters are the same to the bit, for each kind of model."""
+    # Here, as this takes 5 seconds, which every process of tests would spend to collect them.
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
     os.environ["LOCAL_RANK"] = os.environ["RANK"]  # from which Lightning derives the rank
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
