@@ -24,6 +24,7 @@ from scenarios import DEVICES, report, run_ranks
 
 import ncz_plugins.core.transport.handshake as handshake
 from ncz_plugins import Communicator, kernels
+from ncz_plugins.core.transport import mesh
 from ncz_plugins.core.transport import process_memory as memory
 
 SOON = 60.0  # for a busy machine; half of the time-out of what must end before it
@@ -107,6 +108,13 @@ def stop(communicator, tensor) -> None:
     backend.encode_sums = stopping
 
 
+MISMATCHES = {
+    "size": lambda communicator, tensor: tensor[:-1],
+    "dtype": lambda communicator, tensor: tensor.bfloat16(),
+    "order": lambda communicator, tensor: communicator.broadcast(tensor, 0, async_op=True) and None,
+}
+
+
 def misbehave_in_turn() -> None:
     """The last cases cost a process each, so that fewer and fewer take part."""
     start()
@@ -120,14 +128,8 @@ def misbehave_in_turn() -> None:
     if rank in (0, 3):  # and 1 does not come
         outcomes["absent"] = attempt(lambda: Communicator(settings(SECONDS), without_2))
     dist.barrier()
-    for case, misbehave in {
-        "size": lambda communicator, tensor: tensor[:-1],
-        "dtype": lambda communicator, tensor: tensor.bfloat16(),
-        "order": lambda communicator, tensor: communicator.broadcast(tensor, 0, async_op=True) and None,
-        "damaged on the ring": damage,
-        "damaged, direct": damage,
-        "out of memory": fail,
-    }.items():
+    faults = {"damaged on the ring": damage, "damaged, direct": damage, "out of memory": fail}
+    for case, misbehave in (MISMATCHES | faults).items():
         schedule = "ring" if case == "damaged on the ring" else "direct"
         broken(case, groups[4], settings(LONG, schedule=schedule), misbehave)
         dist.barrier()
@@ -161,32 +163,50 @@ def check_broken(outcome, kinds: set[str]) -> None:
     assert second["error"] == first["error"] and second["seconds"] < 1, second
 
 
-def misbehave_while_halving() -> None:
-    """The same in a schedule in which each rank hears from few others."""
+def misbehave_while_halving(most_ranks: int) -> None:
+    """The same in a schedule in which each rank hears from few others.
+
+    Args:
+        most_ranks: above which ranks are connected with few others.
+    """
+    mesh.MOST_RANKS = most_ranks
     start()
-    groups = {n: dist.new_group(list(range(n))) for n in (4, 3)}
+    groups = {n: dist.new_group(list(range(n))) for n in (5, 4)}
     processes: list[int] = [None] * world_size
     dist.all_gather_object(processes, os.getpid())
-    for case, misbehave in {"damaged": damage, "out of memory": fail}.items():
-        broken(case, groups[4], settings(LONG, schedule="halving"), misbehave)
+    halving = {"schedule": "halving", "hierarchy": "off"}
+    for case, misbehave in (MISMATCHES | {"damaged": damage, "out of memory": fail}).items():
+        broken(case, groups[5], settings(LONG, **halving), misbehave)
         dist.barrier()
-    broken("stopped", groups[4], settings(SECONDS, schedule="halving"), stop)
+    broken("stopped", groups[5], settings(3 * SECONDS, **halving), stop)
     if rank == 0:
-        os.kill(processes[3], signal.SIGKILL)
-    broken("killed", groups[3], settings(LONG, schedule="halving"), die)
+        os.kill(processes[4], signal.SIGKILL)
+    broken("killed", groups[4], settings(LONG, **halving), die)
     leave_alone(outcomes)
 
 
-@pytest.fixture(scope="module")
-def halved(tmp_path_factory):
-    return run_ranks(4, misbehave_while_halving, tmp_path_factory.mktemp("halving"), seconds=240)
+@pytest.fixture(scope="module", params=[16, 2], ids=["all connected", "few connected"])
+def halved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("halving")
+    return request.param, run_ranks(5, misbehave_while_halving, folder, request.param, seconds=240)
 
 
-@pytest.mark.parametrize(("case", "size"), [("damaged", 4), ("out of memory", 4), ("stopped", 4), ("killed", 3)])
+@pytest.mark.parametrize("case", ["size", "dtype", "order"])
+def test_ranks_that_differ_are_named_while_halving(case, halved):
+    for outcome in outcomes_of(case, halved[1], range(5)):
+        check_broken(outcome, {"MismatchError"})
+        assert "on rank 4" in outcome[0]["message"]
+
+
+@pytest.mark.parametrize(("case", "size"), [("damaged", 5), ("out of memory", 5), ("stopped", 5), ("killed", 4)])
 def test_all_ranks_hear_of_what_happens_while_halving(case, size, halved):
-    others = outcomes_of(case, halved, range(size - 1))
+    most_ranks, finished = halved
+    others = outcomes_of(case, finished, range(size - 1))
     for outcome in others:
         check_broken(outcome, {"FrameError", "PeerError"} if case == "damaged" else {"PeerError"})
+        # Where all are connected with each other, a rank may name one that gave up because of another.
+        if size > most_ranks and case != "damaged":
+            assert outcome[0]["message"].startswith(f"rank {size - 1} has "), outcome
     if case == "damaged":
         assert "FrameError" in [outcome[0]["error"] for outcome in others]
 
@@ -278,8 +298,9 @@ def failures(communicator: Communicator, elements: int) -> list[dict | None]:
     return [attempt(partial(reduced, communicator, elements)) for _ in range(2)]
 
 
-def fall_silent_and_die_beside_plain_calls() -> None:
+def fall_silent_and_die_beside_plain_calls(most_ranks: int) -> None:
     """The last rank does, while the others make calls that go plain, small and large ones."""
+    mesh.MOST_RANKS = most_ranks
     start()
     last = rank == world_size - 1
     cases = {f"silent, {name}": (opened(TIMEOUT), elements) for name, elements in SIZES.items()}
@@ -298,9 +319,9 @@ def fall_silent_and_die_beside_plain_calls() -> None:
     leave_alone(outcomes)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run_ranks(3, fall_silent_and_die_beside_plain_calls, tmp_path_factory.mktemp("plain"))
+@pytest.fixture(scope="module", params=[16, 2], ids=["all connected", "few connected"])
+def plain(request, tmp_path_factory):
+    return run_ranks(3, fall_silent_and_die_beside_plain_calls, tmp_path_factory.mktemp("plain"), request.param)
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

@@ -19,7 +19,10 @@ from ncz_plugins.kernels.format import HEADER_BYTES
 ELEMENTS = 70_000  # so many that two ranks send two frames each
 OTHERS = 12  # damages of each coder beside one in each byte of the header
 DAMAGES = HEADER_BYTES + OTHERS
-EACH_CODER = pytest.mark.parametrize("coder", ["raw", "fixed", "huffman", "rans", "lossless"])
+CODERS = ["raw", "fixed", "huffman", "rans", "lossless"]
+EACH_CODER = pytest.mark.parametrize(
+    ("coder", "schedule"), [*((coder, "direct") for coder in CODERS), ("fixed", "halving"), ("lossless", "halving")]
+)
 send = MeshStream.send
 chance = random.Random(7)
 left: list = []  # how the next frames of this rank are damaged, None: not at all
@@ -65,11 +68,12 @@ def broken_anywhere(found: str, group) -> bool:
     return errors.item() > 0
 
 
-def outcomes_of_damages(coder: str, checksum: bool, group) -> Counter:
+def outcomes_of_damages(coder: str, schedule: str, checksum: bool, group) -> Counter:
     """What comes of all damages on this rank, and how often."""
     entropy = {"checksum": checksum} if coder == "lossless" else {"coder": coder, "checksum": checksum}
     quantizer = {"kind": "lossless" if coder == "lossless" else "error_bound"}  # the same result in every call
-    config = {"entropy": entropy, "quantizer": quantizer, "transport": {"min_bytes": 0, "timeout_seconds": 60}}
+    transport = {"min_bytes": 0, "timeout_seconds": 60, "schedule": schedule}
+    config = {"entropy": entropy, "quantizer": quantizer, "transport": transport}
     communicator = Communicator(config, group)
     exact = values(rank, ELEMENTS)
     communicator.all_reduce(exact)
@@ -91,8 +95,8 @@ def outcomes_of_damages(coder: str, checksum: bool, group) -> Counter:
 
 @ranks(2)
 @EACH_CODER
-def test_checksums_find_every_damage(group, coder):
-    counts = outcomes_of_damages(coder, True, group)
+def test_checksums_find_every_damage(group, coder, schedule):
+    counts = outcomes_of_damages(coder, schedule, True, group)
     if rank == 0:
         assert counts == {"FrameError": DAMAGES}
     else:
@@ -101,8 +105,8 @@ def test_checksums_find_every_damage(group, coder):
 
 @ranks(2)
 @EACH_CODER
-def test_without_checksums_it_is_a_typed_error_or_a_wrong_number(group, coder):
-    counts = outcomes_of_damages(coder, False, group)
+def test_without_checksums_it_is_a_typed_error_or_a_wrong_number(group, coder, schedule):
+    counts = outcomes_of_damages(coder, schedule, False, group)
     assert set(counts) <= {"FrameError", "PeerError", "as without damage", "another result"}
     assert sum(counts.values()) == DAMAGES
     if rank == 0:

@@ -10,13 +10,15 @@ from scenarios import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from ncz_plugins import NczError
+from ncz_plugins.core.transport import mesh
 from ncz_plugins.torch import ddp
 
 
-def last_rank_dies_between_two_steps() -> None:
+def last_rank_dies_between_two_steps(schedule: str, most_ranks: int) -> None:
+    mesh.MOST_RANKS = most_ranks  # above which ranks are connected with few others
     start()
     model = DistributedDataParallel(torch.nn.Linear(997, 1009))
-    ddp.compress(model, {"transport": {"timeout_seconds": 20}})
+    ddp.compress(model, {"transport": {"timeout_seconds": 20, "schedule": schedule}})
 
     def step() -> None:
         model(torch.randn(4, 997)).sum().backward()
@@ -35,9 +37,11 @@ def last_rank_dies_between_two_steps() -> None:
     leave_alone(errors)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_dead_rank_ends_the_backward_pass_of_the_others(world_size, tmp_path):
-    *others, dead = run_ranks(world_size, last_rank_dies_between_two_steps, tmp_path)
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "most_ranks"), [(2, "auto", 16), (3, "auto", 16), (3, "halving", 16), (4, "halving", 2)]
+)
+def test_a_dead_rank_ends_the_backward_pass_of_the_others(world_size, schedule, most_ranks, tmp_path):
+    *others, dead = run_ranks(world_size, last_rank_dies_between_two_steps, tmp_path, schedule, most_ranks)
     assert dead.returncode == 3
     for each in others:
         assert each.returncode == 0, each.output

@@ -25,10 +25,11 @@ SECONDS, LONG = 4.0, 120.0  # time-outs of what ends by time, and of what must e
 SOON = 60.0
 encode, send = kernels.cpu_backend().encode, MeshStream.send
 outcomes = {}  # of this rank, by case
+transport = {"min_bytes": 0}
 
 
 def engine(seconds: float = LONG, stage: int = 2, **top_level):
-    key = {"transport": {"min_bytes": 0, "timeout_seconds": seconds}, "entropy": {"checksum": True}}
+    key = {"transport": transport | {"timeout_seconds": seconds}, "entropy": {"checksum": True}}
     return engine_of(configuration(stage, key, **top_level))
 
 
@@ -122,8 +123,9 @@ def begin_again(size: int, port: int) -> None:
     deepspeed.init_distributed("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
 
 
-def misbehave_in_turn() -> None:
+def misbehave_in_turn(schedule: str) -> None:
     """One case after another in three processes. The last two cases cost one each."""
+    transport["schedule"] = schedule
     start()
     processes: list[int] = [None] * world_size
     dist.all_gather_object(processes, os.getpid())
@@ -142,10 +144,10 @@ def misbehave_in_turn() -> None:
     leave_alone(outcomes)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+@pytest.fixture(scope="module", params=["auto", "halving"])
+def finished(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepspeed")
-    return run_ranks(3, misbehave_in_turn, folder, seconds=240, **DEEPSPEED)
+    return run_ranks(3, misbehave_in_turn, folder, request.param, seconds=240, **DEEPSPEED)
 
 
 def test_all_ends(finished):

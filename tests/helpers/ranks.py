@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from ncz_plugins.core.communicator import Communicator
+from ncz_plugins.core.transport import mesh
 from ncz_plugins.core.transport.base import Transport
 from ncz_plugins.core.transport.connections import Connections
 from ncz_plugins.core.transport.gloo import GlooTransport
@@ -30,8 +32,8 @@ def play(
     """What `body` returns on each rank. The first rank that raises decides what is raised.
 
     Args:
-        way: how frames travel: "mesh"; "gloo", as where ranks can't have a mesh; or "rounds", as they do over NCCL, but
-            for the fusing of sends and receives, over gloo.
+        way: how ranks are connected: "mesh", as few are; "sparse", as many are; "gloo", as those without a mesh;
+            or "rounds", in which frames travel as over NCCL, but for the fusing of sends and receives, over gloo.
         reuse: take the connections that such a call left, as making them takes longer than most calls. For bodies that
             neither close them nor leave anything in them.
     """
@@ -46,7 +48,8 @@ def play(
             return body(NcclTransport(connections, [frames], torch.device("cpu")))
         return body(GlooTransport(connections))
 
-    results = _in_threads(world_size, on_rank)
+    with patch.object(mesh, "MOST_RANKS", 1 if way == "sparse" else mesh.MOST_RANKS):
+        results = _in_threads(world_size, on_rank)
     if reuse:
         _unused[kind] = opened
     return results
@@ -90,7 +93,8 @@ def _open(store: dist.Store, rank: int, world_size: int, way: str) -> Opened:
     timeout = timedelta(seconds=_SECONDS)
     connections = Connections(store, rank, world_size, timeout)
     if way == "gloo":
-        connections.frames = None
+        connections.mesh = connections.frames = None
+        connections._open_groups(both_ways=True)
     if way != "rounds":
         return connections, None
     return connections, dist.ProcessGroupGloo(dist.PrefixStore("frames", store), rank, world_size, timeout)

@@ -213,9 +213,8 @@ class TransportConfig(Section):
     )
     connections: Connections = Field(
         default="auto",
-        description="TCP connections to each peer (up to 16 ranks). Use 4 or 8 if the provider limits each "
-        "connection, or over long distances. auto: 1, 4 or 8, measured with the link (see link_gbps). GPUs: NCCL "
-        "groups, at most 4.",
+        description="TCP connections to each peer. Use 4 or 8 if the provider limits each connection, or over long "
+        "distances. auto: 1, 4 or 8, measured with the link (see link_gbps). GPUs: NCCL groups, at most 4.",
     )
     tuning: Annotated[FilePath | None, Allowed("null, or a path")] = Field(
         default=None,

@@ -13,6 +13,7 @@ Connections:
 - addresses.py: the address by which other ranks reach this host.
 - connections.py: the connections between the ranks of one group, and agreements over them.
 - descriptors.py: whether this process may open enough file descriptors.
+- endpoint.py: where a rank listens, and how ranks connect and say why they give up.
 - handshake.py: how ranks meet, and the comparison of their configurations.
 - mesh.py: messages over TCP connections of our own.
 - mesh_stream.py: frames over these connections.

@@ -1,11 +1,13 @@
 """Connections between the ranks of one group, and agreements over them.
 
-Plain collectives go through gloo. Frames and short messages go through two meshes of our own sockets, see mesh.py.
-There is no mesh between more than 16 ranks, or if gloo is told to encrypt; then everything goes through gloo.
+Frames and short messages go through two meshes of our own sockets, see mesh.py. Up to 16 ranks are all connected with
+each other. Among more, a rank is connected with about 2 log2(n) others, over which they agree, and with those that it
+exchanges frames with, once it does. Large plain collectives go through gloo, which the first of them connects. There is
+no mesh if gloo is told to encrypt, or a rank has no address; then everything goes through gloo.
 
-Between n ranks a rank has 3 (n - 1) sockets and one thread of gloo, or without a mesh 2 (n - 1) sockets and two threads
-of gloo. All connections of a process share gloo's listener, with 4 descriptors and a thread. For messages in one
-direction between two ranks there is one socket and no gloo, if there is a mesh.
+Of gloo a rank has n - 1 sockets and a thread, or without a mesh twice as many. All connections of a process share its
+listener, with 4 descriptors and a thread. For messages in one direction between two ranks there is one socket and no
+gloo, if there is a mesh.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,8 +33,9 @@ from .addresses import gloo_interfaces
 from .base import GeneratorWork, Tag, Work, peer_errors
 from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
+from .endpoint import Endpoint
 from .handshake import require_all_able
-from .mesh import MOST_RANKS, Incoming, Mesh, Outgoing, open_mesh
+from .mesh import Incoming, Mesh, Outgoing, SparseMesh, connects_all, open_mesh
 
 MAX_BYTES_WITH_COMPARISON = 16 << 20  # values that may travel with a comparison, to each other rank
 # Limits of the bytes that a rank sends in an agreement, by the way to agree: see `WayToAgree`.
@@ -40,6 +44,7 @@ _MAX_SPREAD_BYTES = 64 << 10
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
+_MOST_TOLD_WHY = 64  # connected ranks that hear why this one gives up; those that agreements take come first
 _GLOO_DEVICE_DESCRIPTORS = 4  # two ends of a pipe, an epoll instance, a listener
 
 # Gloo's devices of this process, by `_device_key`.
@@ -68,7 +73,8 @@ class Connections:
             turns, and if there is one there are no process groups. The value waits until the store has some keys.
 
     Attributes:
-        mesh: the mesh for short messages; None if there is none.
+        mesh: the mesh for short messages between all ranks; None if they are not all connected with each other.
+        neighbors: the mesh for short messages between those ranks that agreements take; None if there is none.
         frames: the mesh for frames; None if there is none.
         has_no_groups: whether the mesh carries all, and there is no process group.
 
@@ -92,62 +98,110 @@ class Connections:
             )
         self.rank = rank
         self.world_size = world_size
+        self._store = store
+        self._timeout = timeout
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._under_way: set[TrackedWork] = set()
         self._closed: str | None = None  # why the connections were closed
-        self.mesh = self.frames = None
+        self.mesh = self.neighbors = self.frames = self._endpoint = None
         self._upwards = self._downwards = None
         self._devices: list = []
         self.has_no_groups = False
-        if one_way is None:
-            refusal = shortage_of_descriptors(_descriptors(world_size, channels), world_size)
-            require_all_able(dist.PrefixStore("descriptors", store), rank, world_size, refusal, timeout)
         try:
-            if one_way is None:
-                self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout, names=names)
-            frames = dist.PrefixStore("mesh of frames", store)
-            self.frames = open_mesh(frames, rank, world_size, timeout, channels, names, one_way)
             if one_way is not None:
-                self.mesh = self.frames
+                messages = dist.PrefixStore("mesh of frames", store)
+                self.mesh = self.frames = open_mesh(messages, rank, world_size, timeout, channels, names, one_way)
                 self.has_no_groups = self.mesh is not None
-            if not self.has_no_groups:
-                self._open_groups(store, timeout)
-        except BaseException:
+                if self.has_no_groups:
+                    self._store = None  # which may have a connection of its own
+            elif connects_all(world_size):
+                self._require_descriptors("descriptors", (world_size - 1) * (1 + channels))
+                self.mesh = open_mesh(dist.PrefixStore("mesh", store), rank, world_size, timeout, names=names)
+                frames = dist.PrefixStore("mesh of frames", store)
+                self.frames = open_mesh(frames, rank, world_size, timeout, channels, names)
+            else:
+                self._open_sparse(channels, names)
+            if self.frames is None:
+                self._open_groups(both_ways=True)
+        except BaseException as error:
+            self._say_why(error)
             self._close_meshes("connecting failed")
             raise
         keep_in_forks(self)
 
-    def _open_groups(self, store: dist.Store, timeout: timedelta) -> None:
-        """Open the process groups of gloo. All ranks must call this."""
+    def _open_sparse(self, channels: int, names: Sequence[int] | None) -> None:
+        """Open meshes in which a rank is connected with few others. All ranks must call this."""
+        self._endpoint = Endpoint(dist.PrefixStore("mesh", self._store), self.rank, self._timeout, names)
+        agreeing = neighbors_of(self.rank, self.world_size)
+        needed = 1 + len(agreeing) * (1 + channels)  # with the listener, and about as many for frames
+        if not self._require_descriptors("descriptors", needed, self._endpoint.listens):
+            self._endpoint.close()
+        else:
+            self.neighbors = SparseMesh(self._endpoint, range(1), self._timeout)
+            self.frames = SparseMesh(self._endpoint, range(1, 1 + channels), self._timeout)
+            self.neighbors.connect(agreeing)
+
+    def _open_groups(self, both_ways: bool) -> None:
+        """Open the process groups of gloo. All ranks must call this.
+
+        Args:
+            both_ways: whether frames need one for each direction.
+        """
+        self._require_descriptors("descriptors of gloo", _descriptors_of_gloo(self.world_size, 1 + both_ways))
         # Not torch.distributed.new_group: it needs every rank of the world, or names the group by the number of
         # groups that a rank is in, which may differ between ranks.
         with peer_errors("connecting to the other ranks"):
             self._devices = _gloo_devices()
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = self._devices, 1, timeout
+            options._devices, options._threads, options._timeout = self._devices, 1, self._timeout
             place = self.rank, self.world_size, options
-            self._upwards = dist.ProcessGroupGloo(dist.PrefixStore("upwards", store), *place)
+            self._upwards = dist.ProcessGroupGloo(dist.PrefixStore("upwards", self._store), *place)
             self._downwards = self._upwards
-            if self.frames is None:
-                self._downwards = dist.ProcessGroupGloo(dist.PrefixStore("downwards", store), *place)
+            if both_ways:
+                self._downwards = dist.ProcessGroupGloo(dist.PrefixStore("downwards", self._store), *place)
+        with self._lock:
+            if self._closed is not None:  # another thread has closed the connections meanwhile
+                self._upwards = self._downwards = None
+
+    def _require_descriptors(self, meeting: str, count: int, listens: bool = True) -> bool:
+        """See `require_all_able`: whether all ranks may open so many descriptors, and whether all of them listen."""
+        refusal = shortage_of_descriptors(count, self.world_size)
+        place = dist.PrefixStore(meeting, self._store), self.rank, self.world_size
+        return require_all_able(*place, refusal, self._timeout, listens)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group for collectives. Use it in the same expression. Raises PeerError once it is closed."""
+        """The process group for collectives. Use it in the same expression. Raises PeerError once it is closed.
+
+        The first use connects all ranks: they must make the same call.
+        """
+        if self._upwards is None and self._closed is None:
+            self._open_groups(both_ways=False)
         return self._group(upwards=True)
 
+    def connect(self, peers: Iterable[int]) -> None:
+        """Connect for `send` and `receive` with these ranks, which must do the same."""
+        if self.neighbors is not None:
+            self.neighbors.connect(peers)
+
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
-        """Start to send a tensor in host memory, which must not change before the work is over."""
-        if self.has_no_groups:
-            return _MessageWork(self.mesh, self.mesh.send(to, memory_of(tensor.detach())))
+        """Start to send a tensor in host memory, which must not change before the work is over.
+
+        Between two ranks messages arrive in the order in which they were sent, and must be received in that order.
+
+        Args:
+            tag: number of such messages, for gloo.
+        """
+        if (mesh := self.mesh or self.neighbors) is not None:
+            return _MessageWork(mesh, mesh.send(to, memory_of(tensor.detach())))
         return self.track(self._group(upwards=to > self.rank).send([tensor], to, tag))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Start to receive into a tensor in host memory, which must be large enough for the message."""
-        if self.has_no_groups:
+        """Start to receive into a contiguous tensor in host memory, which has the size of the message: see `send`."""
+        if (mesh := self.mesh or self.neighbors) is not None:
             nbytes, memory = tensor.nbytes, memory_of(tensor.detach())
-            return _MessageWork(self.mesh, self.mesh.receive(source, nbytes, nbytes, memory=memory))
+            return _MessageWork(mesh, mesh.receive(source, nbytes, nbytes, memory=memory))
         return self.track(self._group(upwards=source < self.rank).recv([tensor], source, tag))
 
     def start_max(self, tensor: Tensor, counters: Counters) -> Work:
@@ -157,7 +211,7 @@ class Connections:
             WayToAgree.TOLD: _agree_in_one_round,
             WayToAgree.IN_PARTS: _agree_in_parts,
             WayToAgree.SPREAD: _agree_by_spreading,
-            WayToAgree.RING: _agree_by_gloo,
+            WayToAgree.HALVED: _agree_by_halving,
         }[way]
         return GeneratorWork(agree(self, tensor, counters))
 
@@ -200,6 +254,8 @@ class Connections:
             self._closed = "these connections are closed" + (f" after {error!r}" if error else "")
             groups, self._upwards, self._downwards = [self._upwards, self._downwards], None, None
             under_way, self._under_way = self._under_way, set()
+        if error is not None:
+            self._say_why(error)
         self._close_meshes(self._closed)
         # Gloo's thread may be writing to the buffer of a receive right now. The work holds that memory, and destroying
         # the work waits until gloo is done with it. So the memory can't be reused too early.
@@ -208,9 +264,19 @@ class Connections:
         groups.clear()
         self._devices = []
 
+    def _say_why(self, error: BaseException) -> None:
+        """Tell ranks that this one has called, or was called by, what happened first: it need not be an error here."""
+        if self.neighbors is None:
+            return  # where all are connected with each other they see it
+        own = f"{error}"
+        if not (isinstance(error, PeerError) and own.startswith("rank ")):  # which says whose fault it is
+            own = f"rank {self._endpoint.names_of([self.rank])} has failed: {error!r}"
+        peers = dict.fromkeys([*neighbors_of(self.rank, self.world_size), *self.frames.ranks])
+        self._endpoint.tell(self._endpoint.cause or own, list(peers)[:_MOST_TOLD_WHY])
+
     def _close_meshes(self, reason: str) -> None:
-        for mesh in filter(None, (self.mesh, self.frames)):
-            mesh.close(reason)
+        for each in filter(None, (self.mesh, self.neighbors, self.frames, self._endpoint)):
+            each.close(reason)
 
     def _group(self, upwards: bool) -> dist.ProcessGroup:
         """The process group that carries messages from lower to higher ranks, or from higher to lower ones."""
@@ -270,16 +336,11 @@ class _MessageWork(NamedTuple):
         return True
 
 
-def _descriptors(world_size: int, channels: int) -> int:
-    """The number of descriptors that connections between `world_size` ranks take: see `Connections`."""
+def _descriptors_of_gloo(world_size: int, groups: int) -> int:
+    """The number of descriptors that process groups of gloo take between so many ranks."""
     interfaces = gloo_interfaces()
-    own = (world_size - 1) * (1 + channels) if world_size <= MOST_RANKS else 0
-    of_gloo = (world_size - 1) * len(interfaces) * (1 if own else 2)
-    return (
-        own
-        + of_gloo
-        + _GLOO_DEVICE_DESCRIPTORS * sum(_device_key(interface) not in _known_gloo_devices for interface in interfaces)
-    )
+    own = sum(_device_key(interface) not in _known_gloo_devices for interface in interfaces)
+    return groups * (world_size - 1) * len(interfaces) + _GLOO_DEVICE_DESCRIPTORS * own
 
 
 def _gloo_devices() -> list:
@@ -317,25 +378,25 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 class WayToAgree(Enum):
     """Ways in which ranks find an element-wise maximum.
 
-    TOLD and IN_PARTS need a mesh. SPREAD is for few bytes; above its limit gloo's ring has more rounds but sends less.
+    TOLD and IN_PARTS need ranks that are all connected with each other. The others take rounds: see `distances`.
     """
 
     TOLD = "each rank sends its tensor to all others, in one round"
     IN_PARTS = "each rank finds the maximum of one part and sends it to all others, in two rounds"
     SPREAD = "each rank sends the maximum that it knows to one other, in log2(ranks) rounds"
-    RING = "gloo's ring"
+    HALVED = "each rank sends parts of the maximum that it knows to one other, in 2 log2(ranks) rounds"
 
 
 def way_to_agree(world_size: int, nbytes: float, meshed: bool) -> WayToAgree:
     """The way in which ranks find a maximum over `nbytes`.
 
     Args:
-        meshed: whether there is a mesh.
+        meshed: whether all ranks are connected with each other.
     """
     if meshed:
         told = world_size <= 2 or nbytes <= told_bytes(world_size)
         return WayToAgree.TOLD if told else WayToAgree.IN_PARTS
-    return WayToAgree.SPREAD if nbytes * rounds_of(world_size) <= _MAX_SPREAD_BYTES else WayToAgree.RING
+    return WayToAgree.SPREAD if nbytes * len(distances(world_size)) <= _MAX_SPREAD_BYTES else WayToAgree.HALVED
 
 
 def told_bytes(world_size: int) -> int:
@@ -347,16 +408,31 @@ def most_with_comparison(world_size: int, meshed: bool) -> int:
     """Bytes of an agreement that may travel with a comparison: those that take one round anyway.
 
     Args:
-        meshed: whether there is a mesh.
+        meshed: whether all ranks are connected with each other.
     """
     if not meshed:
         return 0
     return MAX_BYTES_WITH_COMPARISON if world_size <= 2 else told_bytes(world_size)
 
 
-def rounds_of(world_size: int) -> int:
-    """Rounds until every rank has heard of every other, if each round doubles what they know: log2, rounded up."""
-    return (world_size - 1).bit_length()
+@lru_cache
+def distances(world_size: int) -> tuple[int, ...]:
+    """How far from each other ranks are that talk in each round of an agreement: 1, and each at most twice the last.
+
+    There are log2(world_size) rounds, rounded up. Source: J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and
+    Allreduce Algorithms" (2024), arXiv:2410.14234.
+    """
+    found, distance = [], world_size
+    while distance > 1:
+        distance = -(-distance // 2)
+        found.append(distance)
+    return tuple(reversed(found))
+
+
+def neighbors_of(rank: int, world_size: int) -> list[int]:
+    """The ranks with which a rank talks in agreements that take rounds."""
+    every = [(rank + sign * distance) % world_size for distance in distances(world_size) for sign in (1, -1)]
+    return list(dict.fromkeys(every))
 
 
 # ------------------------------------------------------------------ agreements, each up to `yield` without a wait
@@ -407,36 +483,68 @@ def _agree_in_parts(connections: Connections, tensor: Tensor, counters: Counters
 def _agree_by_spreading(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
     """See `WayToAgree.SPREAD`. All ranks must wait for their agreements in the same order.
 
-    In round k a rank sends its maximum to rank + 2^k, and takes that of rank - 2^k: the dissemination algorithm of
-    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization" (1988). Some ranks count twice, which does
-    not change a maximum.
+    In each round a rank sends its maximum to the rank that is so far ahead, and takes that of the rank that is so far
+    behind: the dissemination algorithm of Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization"
+    (1988). Some ranks count twice, which does not change a maximum.
     """
-    n, rank = connections.world_size, connections.rank
-    for number in range(rounds_of(n)):
-        distance, tag = 1 << number, Tag.FIRST_ROUND + number
+    rounds = distances(connections.world_size)
+    for number, distance in enumerate(rounds):
         sent, received = tensor.clone(), torch.empty_like(tensor)
         with peer_errors("agreeing with the other ranks"):
-            receiving = connections.receive(received, (rank - distance) % n, tag)
-            sending = connections.send(sent, (rank + distance) % n, tag)
+            works = _exchange(connections, sent, received, distance, number)
         counters.wire_bytes += sent.nbytes
         if number == 0:
             yield
-        with span("wait", sent.nbytes, counters), peer_errors("agreeing with the other ranks"):
-            receiving.wait()
-            sending.wait()
+        _await(works, sent.nbytes, counters)
         torch.maximum(tensor, received, out=tensor)
 
 
-def _agree_by_gloo(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
-    """See `WayToAgree.RING`."""
-    with peer_errors("agreeing with the other ranks"):
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        work = connections.track(connections.group.allreduce([tensor], options))
-    counters.wire_bytes += 2 * tensor.nbytes * (connections.world_size - 1) // connections.world_size
-    yield
-    with span("wait", tensor.nbytes, counters), peer_errors("agreeing with the other ranks"):
-        work.wait()
+def _agree_by_halving(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:
+    """See `WayToAgree.HALVED`. All ranks must wait for their agreements in the same order.
+
+    Each of n ranks sends 2 (n - 1) / n times the bytes of the tensor. A rank counts parts from its own on. In each
+    round of the first half, the farthest first, it sends the rank so far ahead the parts of that one and of those
+    behind it, and takes the maximum with what comes for its own. What is finished then goes the same way back.
+    """
+    n, rank = connections.world_size, connections.rank
+    length = -(-tensor.numel() // n)
+    parts = tensor.new_empty(n, length)
+    parts.view(-1)[: tensor.numel()] = tensor.view(-1)
+    parts.view(-1)[tensor.numel() :] = tensor.view(-1)[0]  # anything that is no NaN
+    parts = parts.roll(-rank, 0)
+    rounds = list(zip(distances(n), (*distances(n)[1:], n)))
+    for number, (distance, following) in enumerate(reversed(rounds)):
+        sent, received = parts[distance:following], parts.new_empty(following - distance, length)
+        with peer_errors("agreeing with the other ranks"):
+            works = _exchange(connections, sent, received, distance, number)
+        counters.wire_bytes += sent.nbytes
+        if number == 0:
+            yield
+        _await(works, sent.nbytes, counters)
+        kept = parts[: len(received)]
+        torch.maximum(kept, received, out=kept)
+    for number, (distance, following) in enumerate(rounds, len(rounds)):
+        sent, received = parts[: following - distance], parts[distance:following]
+        with peer_errors("agreeing with the other ranks"):
+            works = _exchange(connections, sent, received, -distance, number)
+        counters.wire_bytes += sent.nbytes
+        _await(works, sent.nbytes, counters)
+    tensor.copy_(parts.roll(rank, 0).view(-1)[: tensor.numel()].view_as(tensor))
+
+
+def _exchange(
+    connections: Connections, sent: Tensor, received: Tensor, distance: int, number: int
+) -> tuple[Work, Work]:
+    """Begin round `number`: send to the rank `distance` ahead, and receive from the rank `distance` behind."""
+    n, rank, tag = connections.world_size, connections.rank, Tag.FIRST_ROUND + number
+    receiving = connections.receive(received, (rank - distance) % n, tag)
+    return receiving, connections.send(sent, (rank + distance) % n, tag)
+
+
+def _await(works: Iterable[Work], nbytes: int, counters: Counters) -> None:
+    with span("wait", nbytes, counters), peer_errors("agreeing with the other ranks"):
+        for work in works:
+            work.wait()
 
 
 def gather(mesh: Mesh, rank: int, parts: Sequence[memoryview]) -> None:

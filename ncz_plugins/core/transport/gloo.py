@@ -1,9 +1,9 @@
 """Transport for tensors in host memory.
 
-Frames go over a mesh of sockets, see mesh_stream.py. If there is no mesh they go through gloo, as follows. The receiver
-does not know the size of a frame beforehand. Gloo can receive less than there is memory for, but ends the process if
-more comes than fits. So receives are posted ahead, each with a buffer for the largest frame of the call. A frame leaves
-as soon as its sender has it, without a message before it.
+Frames go over a mesh of sockets, see mesh_stream.py. If there is none, as gloo is to encrypt, they go through gloo, as
+follows. The receiver does not know the size of a frame beforehand. Gloo can receive less than there is memory for, but
+ends the process if more comes than fits. So receives are posted ahead, each with a buffer for the largest frame of the
+call. A frame leaves as soon as its sender has it, without a message before it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import FrameStream, PlainCollectives, Tag, Transport, Work, frames_of, peer_errors
+from .base import FrameStream, Tag, Transport, Work, frames_of, peer_errors
 from .comparison import RankComparison
 from .connections import Connections, most_with_comparison
 from .mesh_stream import MeshStream
@@ -46,10 +45,10 @@ class GlooTransport(Transport):
         self.world_size = connections.world_size
         self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         if connections.has_no_groups:
-            self.plain = SubsetCollectives(_MeshCollectives(connections), range(self.world_size), self.rank)
+            self.plain = SubsetCollectives(_HostCollectives(connections), range(self.world_size), self.rank)
             self.small = SmallMessages(connections)
         else:
-            self.plain = TorchCollectives(lambda: connections.group, connections.track)
+            self.plain = _HostCollectives(connections)
             self.small = SmallCollectives(connections)
         self.exchanges = None if connections.mesh is None else Exchanges(connections)
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
@@ -59,6 +58,7 @@ class GlooTransport(Transport):
     ) -> list[FrameStream]:
         mesh = self._connections.frames
         if mesh is not None:
+            mesh.connect(rank for pair in peers for rank in pair)
             return [MeshStream(mesh, to, source, incoming, frame_capacity, counters) for to, source in peers]
         return [
             GlooStream(self._connections, self._buffers, to, source, incoming, frame_capacity, counters)
@@ -92,7 +92,7 @@ class GlooTransport(Transport):
 
     def has_left(self, rank: int) -> bool:
         """See `Mesh.has_left`. Without a mesh nobody knows."""
-        mesh = self._connections.mesh
+        mesh = self._connections.mesh or self._connections.neighbors
         return mesh is not None and mesh.has_left(rank)
 
     def close(self) -> None:
@@ -102,18 +102,20 @@ class GlooTransport(Transport):
         self._connections.close(error)
 
 
-class _MeshCollectives(PlainCollectives):
-    """Plain messages between ranks that have a mesh and no process groups."""
+class _HostCollectives(TorchCollectives):
+    """Uncompressed collectives by gloo, and messages over a mesh if there is one."""
 
     def __init__(self, connections: Connections):
+        super().__init__(lambda: connections.group, connections.track)
         self._connections = connections
 
-    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, scale: float = 1.0) -> Work:
-        raise self._missing("all_reduce")
-
-    def exchange(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Work]:
-        works = [self._connections.send(tensor, to, Tag.PLAIN) for to, tensor in sends]
-        return works + [self._connections.receive(tensor, source, Tag.PLAIN) for source, tensor in receives]
+    def exchange(
+        self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int = Tag.PLAIN
+    ) -> list[Work]:
+        connections = self._connections
+        connections.connect(rank for rank, _ in [*sends, *receives])
+        works = [connections.send(tensor, to, tag) for to, tensor in sends]
+        return works + [connections.receive(tensor, source, tag) for source, tensor in receives]
 
 
 class GlooStream(FrameStream):

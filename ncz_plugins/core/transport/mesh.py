@@ -4,8 +4,9 @@ A message is sent by the thread that has it, and received by the thread that wai
 Gloo passes a message through more threads on both sides. A short message then takes ten times as long, and on few cores
 a long one takes time from coding.
 
-- `open_mesh` connects the ranks, by `_call`, `_is_answered` and `_accept`.
+- `open_mesh` connects all ranks with each other, by an `Endpoint`.
 - `Mesh` starts messages, and sends and receives them while a thread waits.
+- `SparseMesh` connects ranks when they first need each other. For many ranks.
 - `Outgoing` and `Incoming` are single messages. `Exchange` is one message to each other rank, and one from each.
 - `_Connection` is one socket, with the messages under way on it.
 
@@ -14,9 +15,6 @@ On the wire, the length of a message stands before it, as a 64-bit number.
 
 from __future__ import annotations
 
-import hmac
-import os
-import secrets
 import select
 import socket
 import struct
@@ -24,25 +22,24 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
 
-from ..errors import ErrorTranslation, PeerError, fresh, without_frames
+from ..errors import PeerError, UnsupportedError, fresh, without_frames
 from ..runtime.process import drop_in_forks
-from .addresses import own_address
 from .base import peer_errors
 from .comparison import RankComparison
+from .descriptors import shortage_of_descriptors
+from .endpoint import Caller, Endpoint
 
-MOST_RANKS = 16  # with more ranks there is no mesh: see connections.py
+MOST_RANKS = 16  # more ranks are not all connected with each other: see `SparseMesh`
 _LENGTH = struct.Struct("<q")  # of a message in bytes, before it
-_HELLO = struct.Struct("<16sqq")  # first bytes of a connection: secret of the rank that is called, own rank, channel
-_HELLO_SECONDS = 5.0  # time-out for the hello of a new connection
-_CALL_AGAIN_SECONDS = 0.1
-_ANSWER = b"\n"  # the answer to a valid hello
+_LAST_WORDS_SECONDS = 0.5  # for the words of a rank that has closed its connections; they were sent before
+_MOST_EXTRA_SECONDS = 10.0  # after a time-out, for the words of a rank that is only waiting itself
 _MAX_POLL_SECONDS = 3600.0  # poll(2) takes milliseconds in an int, and some time-outs are longer
 
 # MSG_EOR: nothing may be joined to the end of a message. Otherwise Linux may hold the end back until the bytes before
@@ -53,6 +50,11 @@ _LEFT = getattr(select, "POLLRDHUP", 0)  # the event of a connection that the ot
 
 Memory = bytes | memoryview  # a memoryview has items of one byte
 Parts = tuple[Memory, ...]  # of one message, one behind the other
+
+
+def connects_all(world_size: int) -> bool:
+    """Whether so many ranks are all connected with each other."""
+    return world_size <= MOST_RANKS
 
 
 def open_mesh(
@@ -73,60 +75,23 @@ def open_mesh(
         names: what messages call each rank; None: its number here.
         wait: waits until the store has some keys; None: by the store's own wait.
 
-    Returns the mesh, or None on every rank: if there are more than 16 ranks, if one of them has no address to listen
-    at, or if GLOO_DEVICE_TRANSPORT asks one for encryption, which only gloo has.
+    Returns the mesh, or None on every rank: if one of them has no address to listen at, or if GLOO_DEVICE_TRANSPORT
+    asks one for encryption, which only gloo has.
 
     Raises PeerError if the other ranks don't come.
     """
-    if world_size > MOST_RANKS:
-        return None
-    address = None if os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS" else own_address()
     deadline = time.monotonic() + timeout.total_seconds()
-    names = range(world_size) if names is None else names
-    secret = secrets.token_bytes(16)
-    with ExitStack() as opened:  # closes all sockets after an error
-        # Listen, and tell the other ranks where.
-        listener = _listener(address)
-        own = ""
-        if listener is not None:
-            opened.enter_context(listener)
-            own = f"{address} {listener.getsockname()[1]} {secret.hex()}"
+    with closing(Endpoint(store, rank, timeout, names)) as endpoint:
         with peer_errors("connecting to the other ranks"):
-            store.set(f"{rank}", own)
             everyone = [f"{peer}" for peer in range(world_size)]
             if wait is None:
                 store.wait(everyone, timeout)
             else:
                 wait(store, everyone)
-            listening = [store.get(f"{peer}").decode() for peer in range(world_size)]
-        if not all(listening):
+        if not all([endpoint.address_of(peer) for peer in range(world_size)]):
             return None
-
-        # Call all lower ranks before waiting for the first answer, so that the round trips overlap.
-        sockets: dict[tuple[int, int], socket.socket] = {}  # by rank and channel
-        for peer in range(rank):
-            for channel in range(channels):
-                with _reaching(f"{names[peer]}"):
-                    sockets[peer, channel] = opened.enter_context(_call(listening[peer], rank, channel, deadline))
-        for peer, channel in list(sockets):
-            with _reaching(f"{names[peer]}"):
-                while not _is_answered(sockets[peer, channel], deadline):
-                    sockets[peer, channel].close()
-                    time.sleep(_CALL_AGAIN_SECONDS)
-                    sockets[peer, channel] = opened.enter_context(_call(listening[peer], rank, channel, deadline))
-
-        # Accept the calls of the higher ranks.
-        missing = [(peer, channel) for peer in range(rank + 1, world_size) for channel in range(channels)]
-        while missing:
-            with _reaching(", ".join(map(str, sorted({names[peer] for peer, _ in missing})))):
-                who, connection = _accept(listener, secret, missing, deadline)
-            sockets[who] = opened.enter_context(connection)
-            missing.remove(who)
-        connections = [_Connection(peer, names[peer], sockets[peer, channel]) for peer, channel in sorted(sockets)]
-        mesh = Mesh(connections, timeout)
-        opened.pop_all()
-    listener.close()
-    return mesh
+        others = [peer for peer in range(world_size) if peer != rank]
+        return Mesh(_connections(endpoint, others, range(channels), deadline), timeout)
 
 
 class Mesh:
@@ -141,21 +106,26 @@ class Mesh:
     """
 
     def __init__(self, connections: list[_Connection], timeout: timedelta):
-        self._connections = connections
+        self._connections: list[_Connection] = []
         self._by_rank: dict[int, list[_Connection]] = {}
-        for connection in connections:
-            self._by_rank.setdefault(connection.rank, []).append(connection)
+        self._by_socket: dict[int, _Connection] = {}
+        self._add(connections)
         self._first = [of_one[0] for of_one in self._by_rank.values()]
         # Each rank sends to the next rank first. If all began with rank 0, its link would be full and all others idle.
         lower = sum(connection.rank == number for number, connection in enumerate(self._first))
         self._next_first = self._first[lower:] + self._first[:lower]
-        self._by_socket = {connection.socket.fileno(): connection for connection in connections}
         self._poll = select.poll()
         self.channels = max((len(of_one) for of_one in self._by_rank.values()), default=1)
         self._timeout = timeout.total_seconds()
         self._lock = threading.RLock()  # held while sockets are used, so that no other thread closes them
         self._closed: str | None = None  # why the mesh was closed
         drop_in_forks(self)
+
+    def _add(self, connections: list[_Connection]) -> None:
+        self._connections = [*self._connections, *connections]
+        for connection in connections:
+            self._by_rank.setdefault(connection.rank, []).append(connection)
+            self._by_socket[connection.socket.fileno()] = connection
 
     @property
     def channels(self) -> int:
@@ -171,6 +141,9 @@ class Mesh:
         self._in_use = [connection for of_one in self._by_rank.values() for connection in of_one[:count]]
         for connection in self._connections:
             connection.update_poll(self._poll)  # connections out of use are not polled any more
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Connect with these ranks, which do the same. Here all are connected from the start."""
 
     def close_unused(self) -> None:
         """Close the connections that are not in use, for good. All ranks call this, when nothing is under way."""
@@ -339,6 +312,102 @@ class Mesh:
         return ready
 
 
+class SparseMesh(Mesh):
+    """Mesh in which a rank is connected only with those that it has to do with. For many ranks.
+
+    There are messages between two ranks, and none to all others at once.
+
+    A rank that fails tells those that it is connected with why, before it closes its connections, and they pass that
+    on. So errors name the rank that died and not only one that gave up because of it.
+
+    Args:
+        endpoint: this rank's end of all connections. It may be shared, and is closed with this mesh.
+        channels: the channels of the endpoint that this mesh uses.
+        timeout: see `Mesh`.
+    """
+
+    def __init__(self, endpoint: Endpoint, channels: range, timeout: timedelta):
+        self._endpoint = endpoint
+        self._numbers = channels
+        super().__init__([], timeout)
+        self.channels = len(channels)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that this one is connected with."""
+        return list(self._by_rank)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Connect with those of these ranks that this one is not connected with. They must do the same.
+
+        Raises PeerError, and UnsupportedError if this process may not open enough descriptors.
+        """
+        missing = set(peers).difference(self._by_rank)
+        if not missing:
+            return
+        self._require_open()
+        if refusal := shortage_of_descriptors(len(missing) * len(self._numbers), 1 + len(missing)):
+            raise UnsupportedError(refusal)
+        connections = _connections(self._endpoint, missing, self._numbers)
+        with self._lock:
+            if self._closed is not None:  # another thread has closed the mesh
+                for connection in connections:
+                    connection.drop()
+            self._require_open()
+            self._add(connections)
+            self.channels = self.channels  # they are in use from now on
+
+    def close_unused(self) -> None:
+        super().close_unused()
+        self._numbers = self._numbers[: self.channels]
+
+    def close(self, reason: str) -> None:
+        self._endpoint.close(reason)
+        super().close(reason)
+
+    def has_left(self, rank: int) -> bool:
+        """See `Mesh.has_left`. Nobody knows of ranks that this one is not connected with."""
+        return rank in self._by_rank and super().has_left(rank)
+
+    def finish(self, messages: Sequence[Outgoing | Incoming]) -> None:
+        try:
+            super().finish(messages)
+        except PeerError as error:
+            if self._closed is not None:
+                raise
+            raise self._explained(error, _awaited(messages)) from None
+
+    def drop(self) -> None:
+        super().drop()
+        self._endpoint.drop()
+
+    def _explained(self, error: PeerError, awaited: Sequence[_Connection]) -> PeerError:
+        """The error with its first cause, if the rank that was waited for says that it is not the cause."""
+        endpoint, suspects = self._endpoint, {connection.rank for connection in awaited}
+        is_silent = all(connection.is_open for connection in awaited)
+        seconds = _LAST_WORDS_SECONDS
+        if is_silent:  # others wait for this rank: they hear at once that it is there, and whom it waits for
+            endpoint.tell(str(error), self.ranks)
+            seconds = min(self._timeout / 4, _MOST_EXTRA_SECONDS)
+        deadline = time.monotonic() + seconds
+        while (words := endpoint.heard(suspects, deadline - time.monotonic())) is not None:
+            if not endpoint.blames_this_rank(words):
+                endpoint.cause = words
+                error = PeerError(f"{words} (rank {endpoint.names_of(suspects)} gave up because of that)")
+                if not is_silent:
+                    break
+                endpoint.tell(words, self.ranks)
+        return error
+
+
+def _connections(
+    endpoint: Endpoint, peers: Iterable[int], channels: range, deadline: float | None = None
+) -> list[_Connection]:
+    """Connect with these ranks: see `Endpoint.connect`. The connections are in the order of ranks and channels."""
+    sockets: Mapping[Caller, socket.socket] = endpoint.connect(peers, channels, deadline)
+    return [_Connection(peer, endpoint.name_of(peer), opened) for (peer, _), opened in sockets.items()]
+
+
 def _awaited(messages: Sequence[Outgoing | Incoming]) -> list[_Connection]:
     """The connections of messages that are under way. A connection may be there several times."""
     return [message.connection for message in messages if message.ended is None]
@@ -501,6 +570,11 @@ class _Connection:
         opened.setblocking(False)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no error has ended the connection."""
+        return self._lost is None
+
     def drop(self) -> None:
         """Close the socket, and forget the messages under way, which hold the caller's tensors."""
         self.socket.close()
@@ -591,106 +665,3 @@ def _pass(memories: list[Memory], count: int) -> None:
 def _gone(rank: int) -> str:
     """Error message for a rank that has closed its connections."""
     return f"rank {rank} has closed its connections: it died, left, or met an error; look at its log"
-
-
-# ---------------------------------------------------------------- connecting
-
-
-class _reaching(ErrorTranslation):
-    """Context in which an OSError becomes PeerError. Its subject names the ranks that can't be reached."""
-
-    __slots__ = ()
-
-    def translated(self, error):
-        if not isinstance(error, OSError):
-            return None
-        return PeerError(
-            f"connecting to rank {self.subject} failed: {error}. It has died, or nothing can reach it at the address "
-            "of its interface: look at its log, and see GLOO_SOCKET_IFNAME"
-        )
-
-
-def _listener(address: str | None) -> socket.socket | None:
-    """A socket that listens at `address`; None if that is not possible."""
-    if address is None:
-        return None
-    with suppress(OSError):
-        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    return None
-
-
-def _call(listening: str, rank: int, channel: int, deadline: float) -> socket.socket:
-    """Connect to a rank, and say hello.
-
-    Args:
-        listening: what that rank wrote to the store: address, port and secret.
-        rank: this rank.
-        deadline: in seconds of `time.monotonic`, as in all functions below.
-    """
-    host, port, secret = listening.split()
-    connection = socket.create_connection((host, int(port)), timeout=_left(deadline))
-    try:
-        connection.sendall(_HELLO.pack(bytes.fromhex(secret), rank, channel))
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _is_answered(connection: socket.socket, deadline: float) -> bool:
-    """Wait for the answer to a hello. Returns False if the other rank has closed the connection instead.
-
-    That happens if the hello came too late. Raises TimeoutError.
-    """
-    while True:
-        connection.settimeout(_left(deadline))
-        try:
-            return connection.recv(len(_ANSWER)) == _ANSWER
-        except TimeoutError:
-            continue  # `_left` raises TimeoutError once `deadline` has passed
-        except OSError:
-            return False
-
-
-def _accept(
-    listener: socket.socket, secret: bytes, expected: Sequence[tuple[int, int]], deadline: float
-) -> tuple[tuple[int, int], socket.socket]:
-    """Wait for a connection of one of the expected (rank, channel). All other connections are closed.
-
-    Returns (rank, channel), and the connection.
-    """
-    while True:
-        listener.settimeout(_left(deadline))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue  # `_left` raises TimeoutError once `deadline` has passed
-        who = _hello_of(connection, secret, min(deadline, time.monotonic() + _HELLO_SECONDS))
-        if who in expected:
-            with suppress(OSError):
-                connection.sendall(_ANSWER)
-                return who, connection
-        connection.close()
-
-
-def _hello_of(connection: socket.socket, secret: bytes, deadline: float) -> tuple[int, int] | None:
-    """Read the hello of a new connection: (rank, channel). Returns None if the secret is wrong, or after `deadline`."""
-    hello = b""
-    with suppress(OSError):
-        while len(hello) < _HELLO.size:
-            connection.settimeout(_left(deadline))
-            more = connection.recv(_HELLO.size - len(hello))
-            if not more:
-                return None
-            hello += more
-        theirs, *who = _HELLO.unpack(hello)
-        return tuple(who) if hmac.compare_digest(theirs, secret) else None
-    return None
-
-
-def _left(deadline: float) -> float:
-    """Seconds until `deadline`, at most an hour. Raises TimeoutError if there are none."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return min(left, _MAX_POLL_SECONDS)

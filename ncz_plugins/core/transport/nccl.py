@@ -169,6 +169,7 @@ class NcclTransport(Transport):
     def streams(
         self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[NcclStream]:
+        self._connections.connect(rank for pair in peers for rank in pair)
         rounds = _Rounds(self.plain, self.rank, self.world_size, len(peers))
         return [
             NcclStream(self._connections, rounds, self._device, to, source, incoming, frame_capacity, counters)

@@ -56,7 +56,7 @@ def call(
     return made, output.data
 
 
-@pytest.mark.parametrize("way", ["mesh", "gloo", "rounds"])
+@pytest.mark.parametrize("way", ["mesh", "sparse", "gloo", "rounds"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_call_with_a_nan_goes_plain_and_leaves_everything_as_it_was(schedule, collective, way):

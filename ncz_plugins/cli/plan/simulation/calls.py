@@ -16,8 +16,8 @@ from ....core.planning import layout_of_parts, layout_of_sum, segments_of_sum
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, halving, ring
 from ....core.schedules.choice import schedule_for
-from ....core.transport.connections import WayToAgree, most_with_comparison, rounds_of, way_to_agree
-from ....core.transport.mesh import MOST_RANKS
+from ....core.transport.connections import WayToAgree, distances, most_with_comparison, way_to_agree
+from ....core.transport.mesh import connects_all
 from .codec import TimedCodec
 from .costs import Costs
 from .fleet import Fleet, Link, Racks
@@ -186,7 +186,7 @@ def _agree_on_scales(fleet: Fleet, layout: Layout, config: Config, dtype: torch.
         compares_first: whether ranks always compare their calls in a separate message before they measure.
     """
     n, nbytes = fleet.world_size, measured_bytes(layout, config.quantizer, dtype)
-    together = not compares_first and nbytes <= most_with_comparison(n, n <= MOST_RANKS)
+    together = not compares_first and nbytes <= most_with_comparison(n, connects_all(n))
     if not together:
         _exchange(fleet, _COMPARED_BYTES)
     fleet.work(1e-12 * fleet.costs.measure_ps * layout.numel)
@@ -196,12 +196,12 @@ def _agree_on_scales(fleet: Fleet, layout: Layout, config: Config, dtype: torch.
 def _exchange(fleet: Fleet, nbytes: float) -> float:
     """Element-wise maximum over ranks, as `Connections.start_max` does it. Returns the bytes that a rank sends."""
     n = fleet.world_size
-    rounds = rounds_of(n)
+    rounds = distances(n)
     in_parts = 2 * nbytes * (n - 1) / n
     if fleet.costs.kind == "gpu":
-        fleet.tell_neighbors(2 * rounds, nbytes / 2)
+        fleet.tell_neighbors(2 * len(rounds), nbytes / 2)
         return in_parts
-    match way_to_agree(n, nbytes, n <= MOST_RANKS):
+    match way_to_agree(n, nbytes, connects_all(n)):
         case WayToAgree.TOLD:
             fleet.tell_all(nbytes)
             return (n - 1) * nbytes
@@ -209,11 +209,13 @@ def _exchange(fleet: Fleet, nbytes: float) -> float:
             fleet.tell_all(nbytes / n)
             fleet.tell_all(nbytes / n)
         case WayToAgree.SPREAD:
-            for number in range(rounds):
-                fleet.tell_neighbors(1, nbytes, 1 << number)
-            return rounds * nbytes
-        case WayToAgree.RING:
-            fleet.tell_neighbors(2 * (n - 1), nbytes / n)
+            for distance in rounds:
+                fleet.tell_neighbors(1, nbytes, distance)
+            return len(rounds) * nbytes
+        case WayToAgree.HALVED:
+            parts = list(zip(rounds, (*rounds[1:], n)))
+            for distance, following in (*reversed(parts), *parts):  # first to the ranks ahead, then back
+                fleet.tell_neighbors(1, nbytes * (following - distance) / n, distance)
     return in_parts
 
 
@@ -266,7 +268,7 @@ def _plain_tree(group: Group, nbytes: float, before: float) -> Timed:
     """
     fleet, costs = group.fleet_in_line(), group.costs
     fleet.work(before)
-    depth = rounds_of(max(2, group.nodes))
+    depth = len(distances(max(2, group.nodes)))
     slowest = np.min(fleet.bytes_per_second)
     seconds = 2 * (depth * (1e-6 * costs.plain_message_us + group.link.latency) + nbytes / slowest)
     end = float(fleet.end.max()) + seconds

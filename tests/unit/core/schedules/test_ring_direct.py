@@ -46,6 +46,7 @@ ALL = {  # name: configuration, and how frames travel
     "stochastic": (STOCHASTIC, "mesh"),
     "lossless": (LOSSLESS, "mesh"),
     "checked": (CHECKED, "mesh"),
+    "few connected": (CONFIG, "sparse"),
     "over gloo": (CONFIG, "gloo"),
     "in rounds": (CONFIG, "rounds"),
 }
@@ -113,7 +114,15 @@ def test_all_reduce_is_within_the_bound_and_the_same_for_all(world_size, numel, 
     outcomes = [
         tensor
         for schedule in SCHEDULES
-        for frames, way in ((1, "mesh"), (3, "mesh"), (256, "mesh"), (1, "gloo"), (3, "gloo"), (3, "rounds"))
+        for frames, way in (
+            (1, "mesh"),
+            (3, "mesh"),
+            (256, "mesh"),
+            (3, "sparse"),
+            (1, "gloo"),
+            (3, "gloo"),
+            (3, "rounds"),
+        )
         for tensor in all_reduce(schedule, world_size, numel, frames * CHUNK, config, way=way)
     ]
     assert (outcomes[0].double() - expected_sum(world_size, numel)).abs().max() <= world_size * BOUND

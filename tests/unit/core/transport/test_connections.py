@@ -1,11 +1,14 @@
 """Who owns connections closes them: peers notice at once, whatever still refers to what went through them."""
 
 import gc
+import math
 import os
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,10 +18,18 @@ from ranks import play
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
+from ncz_plugins.core.transport import mesh
 from ncz_plugins.core.transport.comparison import Extremes, RankComparison
-from ncz_plugins.core.transport.connections import MAX_BYTES_WITH_COMPARISON, Connections, memory_of, timeout_of
+from ncz_plugins.core.transport.connections import (
+    MAX_BYTES_WITH_COMPARISON,
+    Connections,
+    distances,
+    memory_of,
+    timeout_of,
+)
 from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
+from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
 
 CAPACITY = 4096
 SOON = 20.0  # seconds; the time-out is 60
@@ -184,7 +195,7 @@ def test_what_is_over_is_forgotten():
         transport.plain.all_reduce(torch.zeros(1)).wait()
         assert not connections._under_way
 
-    play(2, body)
+    play(2, body, way="gloo")
 
 
 def test_a_fork_closes_nothing():
@@ -327,21 +338,36 @@ def test_the_time_out_of_a_group_is_that_of_a_backend_or_the_default():
 # ---------------------------------------------------------------- more ranks than tell each other directly
 
 
-@pytest.mark.parametrize("world_size", [17, 32])
-def test_many_ranks_agree_in_few_rounds(world_size):
-    """Also on several things at a time, and on what is too large for that."""
-    sent = [0] * world_size
+@pytest.mark.parametrize("way", ["sparse", "gloo"])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 7, 9_000, 40_001])
+def test_a_maximum_in_rounds_is_that_of_all_ranks_and_costs_two_tensors(way, world_size, dtype, numel):
+    """Whatever its size, also with two under way; small ones take half the rounds, and more bytes."""
+    drawn = torch.rand(2, world_size, numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = (1000 * drawn - 500).to(dtype)
+    expected = values.amax(1)
 
     def body(transport):
-        connections, rank = transport._connections, transport.rank
-        assert connections.mesh is None
-        send = connections.send
+        counters, mine = Counters(), [each[transport.rank].clone() for each in values]
+        for agreement in [transport.start_max(each, counters) for each in mine]:
+            agreement.wait()
+        assert all(torch.equal(found, right) for found, right in zip(mine, expected))
+        return counters.wire_bytes / 2 / mine[0].nbytes
 
-        def counted(*arguments):
-            sent[rank] += 1
-            return send(*arguments)
+    n = world_size
+    rounds = len(distances(n))
+    is_spread = numel * dtype.itemsize * rounds <= 64 << 10
+    for sent in play(n, body, way=way, reuse=True):
+        assert sent == pytest.approx(rounds if is_spread else 2 * (n - 1) / n, rel=2e-3)
 
-        connections.send = counted
+
+@pytest.mark.parametrize("world_size", [17, 32, 33])
+def test_many_ranks_agree_in_few_rounds_over_few_connections(world_size):
+    """Also on several things at a time, and on what is too large for that."""
+
+    def body(transport):
+        connections, rank, rounds = transport._connections, transport.rank, math.ceil(math.log2(world_size))
         comparison = RankComparison({"rank": rank, "call": 7}, rank, world_size)
         floats = torch.linspace(0, 1, 100) + (rank == 3)
         agreements = [transport.start_comparison(comparison, Counters()), transport.start_max(floats, Counters())]
@@ -349,21 +375,100 @@ def test_many_ranks_agree_in_few_rounds(world_size):
             each.wait()
         assert comparison.differing() == {"rank": Extremes(0, 0, world_size - 1, world_size - 1)}
         assert torch.equal(floats, torch.linspace(0, 1, 100) + 1)
-        assert sent[rank] == 2 * 5  # as 17 and 32 ranks know of each other after five rounds
         large = torch.full((20_000,), float(rank))
         transport.start_max(large, Counters()).wait()
-        assert (large == world_size - 1).all() and sent[rank] == 10
+        assert (large == world_size - 1).all()
+        assert connections.mesh is None
+        assert len(connections.neighbors.ranks) <= 2 * rounds and not connections.frames.ranks
 
     play(world_size, body)
 
 
-def test_a_rank_that_dies_while_many_agree_is_an_error_on_all(monkeypatch):
-    def body(transport):
-        if transport.rank == 5:
-            transport.abort(RuntimeError("as if it had died"))
-            return
-        comparison = RankComparison({"call": 1}, transport.rank, 17)
-        require_error_soon(lambda: transport.start_comparison(comparison, Counters()).wait())
-        transport.abort(PeerError("a peer has died"))
+@pytest.mark.parametrize("schedule", ["ring", "far", "all"])
+def test_ranks_are_connected_with_those_that_they_exchange_frames_with(schedule):
+    """Whoever comes first, and in whatever order they are asked for."""
+    n = 7
+    distances_of = {"ring": [1], "far": [3, 2], "all": list(range(1, n))}[schedule]
 
-    play(17, body)
+    def body(transport):
+        pairs = [((transport.rank + by) % n, (transport.rank - by) % n) for by in distances_of]
+        streams = [transport.streams([pair], 1, CAPACITY, Counters())[0] for pair in pairs]
+        frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        HEADER.pack_into(frame.numpy(), 0, MAGIC, *[0] * (len(HEADER.unpack(bytes(HEADER.size))) - 1))
+        for stream in streams:
+            stream.send(frame)
+        for stream in streams:
+            assert torch.equal(stream.receive(), frame)
+            stream.finish()
+        return sorted(transport._connections.frames.ranks)
+
+    for rank, connected in enumerate(play(n, body, way="sparse")):
+        assert connected == sorted({(rank + sign * by) % n for by in distances_of for sign in (1, -1)})
+
+
+@pytest.mark.parametrize("world_size", [5, 17])
+@pytest.mark.parametrize("nbytes", [8, 1 << 20])
+def test_a_rank_that_fails_is_named_by_all_with_what_happened(world_size, nbytes):
+    """Most are not connected with it."""
+    opened = threading.Barrier(world_size)
+
+    def body(transport):
+        opened.wait(60)
+        if transport.rank == 4:
+            transport.abort(MemoryError("for this test"))
+            return "its own"
+        return failure_of(transport, nbytes)
+
+    *found, of_last = play(world_size, body, way="sparse")
+    for rank, message in enumerate([*found, of_last]):
+        assert rank == 4 or "rank 4 has failed: MemoryError('for this test')" in message, (rank, message)
+
+
+@pytest.mark.parametrize("world_size", [5, 17])
+def test_a_rank_that_dies_is_named_by_all(world_size):
+    """It says nothing: its sockets are closed, as at the end of a process."""
+    opened = threading.Barrier(world_size)
+
+    def body(transport):
+        opened.wait(60)
+        if transport.rank == 4:
+            for each in (transport._connections.neighbors, transport._connections.frames):
+                each.drop()
+            return "its own"
+        return failure_of(transport, 8)
+
+    for rank, message in enumerate(play(world_size, body, way="sparse")):
+        assert rank == 4 or "rank 4 has closed its connections" in message, (rank, message)
+
+
+def test_a_silent_rank_is_named_by_all():
+    """Also by those that wait for ranks that wait for it themselves."""
+    n, seconds = 9, 2.0
+    store, done = dist.HashStore(), threading.Barrier(n)
+
+    def body(connections):
+        rank = connections.rank
+        found = "its own"
+        if rank != 4:
+            found = failure_of(GlooTransport(connections), 8)
+        done.wait(60)
+        return found
+
+    def on_rank(rank):
+        return body(Connections(store, rank, n, timedelta(seconds=seconds)))
+
+    with patch.object(mesh, "MOST_RANKS", 2), ThreadPoolExecutor(n) as pool:
+        found = list(pool.map(on_rank, range(n)))
+    for rank, message in enumerate(found):
+        assert rank == 4 or message.startswith("rank 4 has not answered within"), (rank, message)
+
+
+def failure_of(transport, nbytes: int) -> str:
+    """The error of agreements, the first of which may still succeed where a rank has begun it. Closes after it."""
+    started = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        while True:
+            transport.start_max(torch.zeros(nbytes // 8, dtype=torch.int64), Counters()).wait()
+    transport.abort(caught.value)
+    assert time.monotonic() - started < SOON
+    return str(caught.value)

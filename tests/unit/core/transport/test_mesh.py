@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ncz_plugins.core.errors import PeerError
 from ncz_plugins.core.runtime.statistics import Counters
-from ncz_plugins.core.transport import mesh
+from ncz_plugins.core.transport import endpoint, mesh
 from ncz_plugins.core.transport.mesh import open_mesh
 from ncz_plugins.core.transport.mesh_stream import MeshStream
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC
@@ -489,11 +489,11 @@ def test_the_end_of_one_channel_is_noticed():
 
 def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
     """They come first, and say nothing, too little, or something else; or know the secret, and are not expected."""
-    monkeypatch.setattr(mesh, "_HELLO_SECONDS", 0.2)
-    monkeypatch.setattr(mesh.secrets, "token_bytes", lambda count: bytes(range(count)))
-    listen, secret = mesh._listener, bytes(range(16))
-    said = [b"", b"short", mesh._HELLO.pack(bytes(16), 1, 0)]
-    said += [mesh._HELLO.pack(secret, rank, channel) for rank, channel in ((0, 0), (2, 0), (1, 1))]
+    monkeypatch.setattr(endpoint, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(endpoint.secrets, "token_bytes", lambda count: bytes(range(count)))
+    listen, secret = endpoint._listener, bytes(range(16))
+    said = [b"", b"short", endpoint._HELLO.pack(bytes(16), 1, 0)]
+    said += [endpoint._HELLO.pack(secret, rank, channel) for rank, channel in ((0, 0), (2, 0), (1, 1))]
 
     def visited(address):
         listener = listen(address)
@@ -503,24 +503,24 @@ def test_strangers_are_turned_away_and_do_not_hold_ranks_up(monkeypatch):
         return listener
 
     visitors: list[socket.socket] = []
-    monkeypatch.setattr(mesh, "_listener", visited)
+    monkeypatch.setattr(endpoint, "_listener", visited)
     assert play(2, lambda rank, opened: lists(opened.start([message(rank)] * 2, 1, 1).wait())) == [[[1]], [[0]]]
     for visitor in visitors:
         visitor.close()
 
 
 def test_who_closes_before_saying_hello_is_not_waited_for(monkeypatch):
-    listen = mesh._listener
+    listen = endpoint._listener
 
     def visited(address):
         listener = listen(address)
         socket.create_connection(listener.getsockname()).close()
         return listener
 
-    monkeypatch.setattr(mesh, "_listener", visited)
+    monkeypatch.setattr(endpoint, "_listener", visited)
     started = time.monotonic()
     play(2, lambda rank, opened: opened.start([message(rank)] * 2, 1, 1).wait())
-    assert time.monotonic() - started < 0.8 * mesh._HELLO_SECONDS
+    assert time.monotonic() - started < 0.8 * endpoint._HELLO_SECONDS
 
 
 def test_a_connection_that_was_reset_is_not_answered():
@@ -529,7 +529,7 @@ def test_a_connection_that_was_reset_is_not_answered():
         theirs, _ = listener.accept()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
-        assert mesh._is_answered(mine, time.monotonic() + 20) is False
+        assert endpoint._is_answered(mine, time.monotonic() + 20) is False
 
 
 def late(monkeypatch, before: float = 0, after: float = 0) -> None:
@@ -544,12 +544,12 @@ def late(monkeypatch, before: float = 0, after: float = 0) -> None:
         time.sleep(after if is_first else 0)
         return connection
 
-    monkeypatch.setattr(mesh.socket, "create_connection", slowly)
+    monkeypatch.setattr(endpoint.socket, "create_connection", slowly)
 
 
 def test_who_says_hello_too_late_is_let_in_when_it_comes_again(monkeypatch):
     """As a process that was stopped for a moment, or swapped out."""
-    monkeypatch.setattr(mesh, "_HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(endpoint, "_HELLO_SECONDS", 0.1)
     late(monkeypatch, after=0.5)
     assert play(2, lambda rank, opened: lists(opened.start([message(rank)] * 2, 1, 1).wait())) == [[[1]], [[0]]]
 
@@ -566,14 +566,14 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_time_out():
 
 
 def test_strangers_do_not_make_it_longer_than_the_time_out(monkeypatch):
-    listen, visitors = mesh._listener, []
+    listen, visitors = endpoint._listener, []
 
     def visited(address):
         listener = listen(address)
         visitors.extend(socket.create_connection(listener.getsockname()) for _ in range(5))
         return listener
 
-    monkeypatch.setattr(mesh, "_listener", visited)
+    monkeypatch.setattr(endpoint, "_listener", visited)
     store = dist.HashStore()
     store.set("1", f"127.0.0.1 1 {bytes(16).hex()}")  # a rank that never connects
     started = time.monotonic()
@@ -585,7 +585,7 @@ def test_strangers_do_not_make_it_longer_than_the_time_out(monkeypatch):
 
 
 def test_an_address_that_nothing_can_listen_at_is_none(monkeypatch):
-    monkeypatch.setattr(mesh, "own_address", lambda: "203.0.113.7")  # for documentation, nobody has it
+    monkeypatch.setattr(endpoint, "own_address", lambda: "203.0.113.7")  # for documentation, nobody has it
     assert play(2, lambda rank, opened: opened) == [None] * 2
 
 
@@ -622,14 +622,10 @@ def test_none_of_them_connects_where_one_can_not(monkeypatch):
         with lock:
             return next(calls)
 
-    monkeypatch.setattr(mesh, "own_address", address)
+    monkeypatch.setattr(endpoint, "own_address", address)
     assert play(3, lambda rank, opened: opened) == [None] * 3
 
 
 def test_where_gloo_is_to_encrypt_nothing_goes_round_it(monkeypatch):
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
     assert play(2, lambda rank, opened: opened) == [None] * 2
-
-
-def test_too_many_ranks_use_gloo():
-    assert open_mesh(dist.HashStore(), 0, 17, timedelta(seconds=1)) is None
