@@ -124,14 +124,14 @@ class Communicator(Collectives, Messages):
         """Meet the other ranks, compare settings, connect, and measure what the settings leave open."""
         store = meet(self.ranks, self.rank, "communicator") if store is None else store
         self.config = self._compared(config, training, store)
-        hosts, machines = find_places(store, self.rank, self.world_size)
-        self.nodes = find_nodes(self.config.transport.hierarchy, hosts, store, self.rank, self.world_size)
+        places = find_places(store, self.rank, self.world_size)
+        self.nodes = find_nodes(self.config.transport.hierarchy, places, self.rank, self.world_size)
         seconds = self.config.transport.timeout_seconds
         timeout = timeout_of(self.group) if seconds is None else timedelta(seconds=seconds)
         self._met = store, timeout
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         self._open_on_gpus = self.config if self.config.leaves_link_open else None
-        measures_link = self.config.leaves_link_open and len(hosts) > 1 and not on_gpus
+        measures_link = self.config.leaves_link_open and len(places.hosts) > 1 and not on_gpus
         channels, nccl_groups = self.config.transport.connections, 1
         if channels == "auto":
             channels = MOST_CONNECTIONS if measures_link else 1
@@ -145,7 +145,7 @@ class Communicator(Collectives, Messages):
         if self.config.needs_measuring:
             self.config = measure_open_settings(self.measured_ranks(), on_gpus)
         elif measures_link:
-            self.config = measure_link(self.measured_ranks(), machines)
+            self.config = measure_link(self.measured_ranks(), places.machines)
             self.transport.close_unused()
         if self.config.transport.link_gbps is not None:
             self.transport.link_gbps = self.config.transport.link_gbps

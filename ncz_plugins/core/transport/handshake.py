@@ -21,6 +21,7 @@ from .base import peer_errors
 
 _READ_WITHIN = timedelta(seconds=5)
 _OFF = "off"  # written by a rank without compression
+_DEAF = "deaf"  # the verdict if all can go on, but some can't be called
 _ADDRESS_BYTES = 512  # for a host's name of at most 253 bytes, and a port
 
 
@@ -70,9 +71,10 @@ def open_store(
 def compare_ranks(store: dist.Store, ranks: Sequence[int], rank: int, config: Config | NczError | None) -> None:
     """Raise MismatchError on every rank unless all run the same versions with the same configuration.
 
-    Each rank writes its own to the store. The first rank compares them, and publishes a verdict that is empty if all
-    is well. A rank without compression writes "off" and returns at once, as this package may not delay it. All others
-    then raise.
+    Each rank writes its own to the store, and compares a digest of it with those of a few others, which have done the
+    same: see `children_of`. If all are alike, the first rank publishes an empty verdict. If not, it reads what all have
+    written, and the verdict says who differs. A rank without compression writes "off" and returns at once, as this
+    package may not delay it. All others then raise.
 
     Args:
         store: the store that `meet` returned.
@@ -83,24 +85,39 @@ def compare_ranks(store: dist.Store, ranks: Sequence[int], rank: int, config: Co
     Raises PeerError on every rank if one does not come within `transport.timeout_seconds`. If that is not set, the
     store's time-out counts.
     """
-    store.set(f"rank {rank}", json.dumps(described(config)))
+    said = json.dumps(described(config))
+    store.set(f"rank {rank}", said)
     if config is None:
+        store.set(f"alike {rank}", "")
         return
     seconds = config.transport.timeout_seconds if isinstance(config, Config) else None
     timeout = store.timeout if seconds is None else timedelta(seconds=seconds)
+    deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        verdict = _publish_verdict(store, ranks, timeout)
+        verdict = _publish_verdict(store, ranks, said, timeout, deadline)
     else:
-        verdict = _await_verdict(store, ranks, rank, timeout)
+        verdict = _await_verdict(store, ranks, rank, said, timeout, deadline)
     if verdict.startswith("differ"):
         raise MismatchError(f"ranks {verdict}. All must run the same ncz_plugins with the same configuration")
     if verdict:
         raise PeerError(verdict)
 
 
-def _publish_verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> str:
+def children_of(rank: int, world_size: int) -> list[int]:
+    """The ranks of which a rank hears in the store, at most log2(world_size), so that the first one hears of all.
+
+    They are its children in a binomial tree. What lies below one of them are the ranks up to the next one.
+    """
+    below = (rank & -rank) or world_size
+    distances = [1 << bit for bit in range((below - 1).bit_length())]
+    return [rank + distance for distance in distances if rank + distance < world_size]
+
+
+def _publish_verdict(store: dist.Store, ranks: Sequence[int], said: str, timeout: timedelta, deadline: float) -> str:
     """Compare what all ranks wrote, and publish the verdict. Returns it. Called by the first rank."""
-    verdict, readers = _verdict(store, ranks, timeout)
+    verdict, readers = "", 0
+    if not _are_alike(store, 0, len(ranks), said, deadline):
+        verdict, readers = _verdict(store, ranks, timeout, deadline)
     store.add("to read", readers)
     store.set("verdict", verdict)
     # If this process serves the store, the store ends with it: let the others read first.
@@ -110,13 +127,16 @@ def _publish_verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta
     return verdict
 
 
-def _await_verdict(store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
+def _await_verdict(
+    store: dist.Store, ranks: Sequence[int], rank: int, said: str, timeout: timedelta, deadline: float
+) -> str:
     """Wait for the verdict of the first rank. If compression is off there, find one's own verdict."""
     first = _said(store, 0, timeout)
     if first is None:
         return _absent([ranks[0]], timeout)
     if first["compression"] == _OFF:
         return f"differ: {differences([first, _said(store, rank, timeout)], [ranks[0], ranks[rank]])}"
+    _are_alike(store, rank, len(ranks), said, deadline)
     try:
         store.wait(["verdict"], 2 * timeout)  # the first rank may wait for one time-out for a rank that does not come
         verdict = store.get("verdict").decode()
@@ -129,16 +149,28 @@ def _await_verdict(store: dist.Store, ranks: Sequence[int], rank: int, timeout: 
     return verdict
 
 
-def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> tuple[str, int]:
+def _are_alike(store: dist.Store, rank: int, world_size: int, said: str, deadline: float) -> bool:
+    """Whether this rank and all below it have written the same. Tells the rank above, unless one has not come."""
+    digest = hashlib.sha256(said.encode()).hexdigest()
+    for child in children_of(rank, world_size):
+        if (found := _read(store, f"alike {child}", _left(deadline))) is None:
+            return False
+        if found.decode() != digest:
+            digest = ""
+            break
+    store.set(f"alike {rank}", digest)
+    return bool(digest)
+
+
+def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta, deadline: float) -> tuple[str, int]:
     """Compare what all ranks wrote.
 
     Returns the verdict, and the number of other ranks that wait for it. The verdict says how the ranks differ or which
     ones did not come, and is empty if all is well.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
     came, absent = {}, []
     for index, rank in enumerate(ranks):
-        said = _said(store, index, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        said = _said(store, index, _left(deadline))
         if said is None:
             absent.append(rank)
             continue
@@ -153,11 +185,22 @@ def _verdict(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> tup
 
 def _said(store: dist.Store, rank: int, timeout: timedelta) -> dict[str, object] | None:
     """Wait for what a rank wrote: see `described`. Returns None if the rank does not come."""
+    found = _read(store, f"rank {rank}", timeout)
+    return None if found is None else json.loads(found)
+
+
+def _read(store: dist.Store, key: str, timeout: timedelta) -> bytes | None:
+    """Wait for a key. Returns None if it does not come."""
     try:
-        store.wait([f"rank {rank}"], timeout)
-        return json.loads(store.get(f"rank {rank}"))
+        store.wait([key], timeout)
+        return store.get(key)
     except RuntimeError:
         return None
+
+
+def _left(deadline: float) -> timedelta:
+    """The time until `deadline`, in seconds of `time.monotonic`; a moment if it has passed."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _absent(ranks: list[int], timeout: timedelta) -> str:
@@ -207,25 +250,34 @@ def differences(everyone: list[dict[str, object]], ranks: Sequence[int] | None =
     return "; ".join(found)
 
 
-def require_all_able(store: dist.Store, rank: int, world_size: int, refusal: str | None, timeout: timedelta) -> None:
+def require_all_able(
+    store: dist.Store, rank: int, world_size: int, refusal: str | None, timeout: timedelta, listens: bool = True
+) -> bool:
     """Return once every rank has said that it can go on. All of them must call this.
 
     Args:
         store: a store that nothing else uses under the same prefix.
         refusal: why this rank can't go on; None: it can.
+        listens: whether other ranks can call this one.
+
+    Returns whether all ranks listen.
 
     Raises UnsupportedError on a rank that can't go on, and PeerError on the others, or if a rank does not come.
     """
     with peer_errors("connecting to the other ranks"):
         if refusal is not None:
             store.set("verdict", f"rank {rank} of {world_size} can't go on: {refusal}")
-        elif store.add("able", 1) == world_size:
-            store.set("verdict", "")
+        else:
+            if not listens:
+                store.set("deaf", "")
+            if store.add("able", 1) == world_size:
+                store.set("verdict", _DEAF if store.check(["deaf"]) else "")
         store.wait(["verdict"], timeout)
         verdict = store.get("verdict").decode()
-    if verdict:
+    if verdict not in ("", _DEAF):
         _await_readers(store, world_size)
         raise PeerError(verdict) if refusal is None else UnsupportedError(refusal)
+    return not verdict
 
 
 def _await_readers(store: dist.Store, world_size: int) -> None:

@@ -8,6 +8,7 @@ import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from ..errors import ConfigError
 from ..runtime.statistics import Counters
 from .base import FrameStream, FrameTransport, Transport, peer_errors
 from .forecast import Forecasts
+from .handshake import children_of
 from .subset import SubsetCollectives
 
 
@@ -88,14 +90,18 @@ class Places(NamedTuple):
     Attributes:
         hosts: the ranks of each host.
         machines: the ranks of each machine. Containers on one machine are several hosts, which share its cores.
+        names: the name of each rank's host; known to rank 0 alone, None on others.
     """
 
     hosts: list[list[int]]
     machines: list[list[int]]
+    names: list[str] | None = None
 
 
 def find_places(store: dist.Store, rank: int, world_size: int) -> Places:
     """Find out on which hosts and machines the ranks run. All of them must call this.
+
+    Rank 0 hears of all hosts from few ranks, which have heard from others: see `children_of`.
 
     Args:
         store: the store at which the ranks meet.
@@ -103,30 +109,34 @@ def find_places(store: dist.Store, rank: int, world_size: int) -> Places:
     Raises PeerError if a rank does not answer in time.
     """
     with peer_errors("finding out which ranks share a host"):
-        store.set(f"host {rank}", json.dumps(_this_host()))
-        if rank == 0:
-            hosts = _hosts(store, world_size)
-            host_of, machine_of = [json.dumps(host) for host in hosts], [host["machine"] for host in hosts]
-            store.set("places", json.dumps([_ranks_with_equal(host_of), _ranks_with_equal(machine_of)]))
-        return Places(*json.loads(store.get("places")))
+        found = [_this_host()]
+        for child in children_of(rank, world_size):
+            for host, count in json.loads(store.get(f"hosts {child}")):
+                found += [host] * count
+        if rank > 0:
+            store.set(f"hosts {rank}", json.dumps([(host, len(list(ranks))) for host, ranks in groupby(found)]))
+            return Places(*(_unpacked(groups, world_size) for groups in json.loads(store.get("places"))))
+        hosts, machines = (
+            _ranks_with_equal(each) for each in ([*map(json.dumps, found)], [host["machine"] for host in found])
+        )
+        store.set("places", json.dumps([_packed(hosts, world_size), _packed(machines, world_size)]))
+        return Places(hosts, machines, [host["name"] for host in found])
 
 
-def find_nodes(
-    setting: int | str, hosts: list[list[int]], store: dist.Store, rank: int, world_size: int
-) -> Nodes | None:
+def find_nodes(setting: int | str, places: Places, rank: int, world_size: int) -> Nodes | None:
     """The nodes that `transport.hierarchy` asks for; None if a call has no use for nodes.
 
     Args:
         setting: value of `transport.hierarchy`.
-        hosts: `Places.hosts`, found with the same store.
+        places: see `find_places`.
 
     Raises ConfigError on all ranks if the number of ranks per node is impossible.
     """
     if setting == "off":
         return None
-    nodes = hosts if setting == "auto" else _consecutive(setting, world_size)
+    nodes = places.hosts if setting == "auto" else _nodes_of(setting, world_size)
     if setting != "auto" and rank == 0:
-        _warn_of_several_machines(nodes, _hosts(store, world_size))
+        _warn_of_several_machines(nodes, places)
     if len(nodes) == 1 or {len(ranks) for ranks in nodes} != {len(nodes[0])} or len(nodes[0]) == 1:
         return None
     node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
@@ -144,9 +154,14 @@ def _this_host() -> dict[str, str]:
     return {"name": name, "machine": machine, "network": network}
 
 
-def _hosts(store: dist.Store, world_size: int) -> list[dict[str, str]]:
-    """The host of each rank: see `_this_host`."""
-    return [json.loads(store.get(f"host {rank}")) for rank in range(world_size)]
+def _packed(groups: list[list[int]], world_size: int) -> int | list[list[int]]:
+    """Groups of ranks as JSON: their size, if all are equal and of consecutive ranks, as where there are many."""
+    size = len(groups[0])
+    return size if groups == _consecutive(size, world_size) else groups
+
+
+def _unpacked(groups: int | list[list[int]], world_size: int) -> list[list[int]]:
+    return _consecutive(groups, world_size) if isinstance(groups, int) else groups
 
 
 def _ranks_with_equal(values: list[str]) -> list[list[int]]:
@@ -158,20 +173,26 @@ def _ranks_with_equal(values: list[str]) -> list[list[int]]:
 
 
 def _consecutive(size: int, world_size: int) -> list[list[int]]:
+    """Groups of `size` consecutive ranks, of which the last may have fewer."""
+    return [list(range(first, min(first + size, world_size))) for first in range(0, world_size, size)]
+
+
+def _nodes_of(size: int, world_size: int) -> list[list[int]]:
     """Nodes of `size` consecutive ranks. Raises ConfigError."""
     if world_size % size or world_size == size:
         raise ConfigError(
             f"transport.hierarchy: {size}: {world_size} ranks do not make several nodes of {size} ranks each; "
             "allowed: auto, off, or a divisor of the number of ranks that leaves at least 2 nodes"
         )
-    return [list(range(first, first + size)) for first in range(0, world_size, size)]
+    return _consecutive(size, world_size)
 
 
-def _warn_of_several_machines(nodes: list[list[int]], hosts: list[dict[str, str]]) -> None:
+def _warn_of_several_machines(nodes: list[list[int]], places: Places) -> None:
     """Warn of the first node whose ranks run on several machines."""
+    machine_of = {rank: number for number, ranks in enumerate(places.machines) for rank in ranks}
     for ranks in nodes:
-        if len({hosts[rank]["machine"] for rank in ranks}) > 1:
-            names = ", ".join(f"{rank} on {hosts[rank]['name']}" for rank in ranks)
+        if len({machine_of[rank] for rank in ranks}) > 1:
+            names = ", ".join(f"{rank} on {places.names[rank]}" for rank in ranks)
             warnings.warn(
                 f"transport.hierarchy: {len(ranks)} makes one node of ranks on several machines ({names}): what goes "
                 "between them is not compressed. Remedy: start the ranks of a machine one after another, or use auto",

@@ -1,7 +1,8 @@
 """Which ranks share a node."""
 
-import json
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from ranks import play
 
 from ncz_plugins.core.errors import ConfigError
 from ncz_plugins.core.transport import topology
-from ncz_plugins.core.transport.topology import Nodes, Places, _warn_of_several_machines, find_nodes, find_places
+from ncz_plugins.core.transport.topology import Nodes, Places, find_nodes, find_places
 
 
 def host(name: str, network: str = "net:[1]") -> dict[str, str]:
@@ -21,22 +22,31 @@ def host(name: str, network: str = "net:[1]") -> dict[str, str]:
     [
         ([host("a"), host("b"), host("a"), host("b")], Places([[0, 2], [1, 3]], [[0, 2], [1, 3]])),
         ([host("a"), host("a", "net:[2]"), host("a")], Places([[0, 2], [1]], [[0, 1, 2]])),
+        ([host("a")] * 4 + [host("b")] * 3, Places([[0, 1, 2, 3], [4, 5, 6]], [[0, 1, 2, 3], [4, 5, 6]])),
+        ([host("a"), host("b")] + [host("c")] * 3, Places([[0], [1], [2, 3, 4]], [[0], [1], [2, 3, 4]])),
+        ([host(f"{rank}") for rank in range(9)], Places([[rank] for rank in range(9)], [[rank] for rank in range(9)])),
     ],
 )
 def test_ranks_of_one_host_and_of_one_machine_are_found_in_any_order(ranks, places, monkeypatch):
-    store = dist.HashStore()
-    for rank, host_of_it in enumerate(ranks):
-        store.set(f"host {rank}", json.dumps(host_of_it))
-    monkeypatch.setattr(topology, "_this_host", lambda: ranks[0])
-    assert find_places(store, 0, len(ranks)) == places
+    store, of_thread = dist.HashStore(), threading.local()
+    monkeypatch.setattr(topology, "_this_host", lambda: ranks[of_thread.rank])
+
+    def find(rank: int) -> Places:
+        of_thread.rank = rank
+        return find_places(store, rank, len(ranks))
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        first, *others = pool.map(find, range(len(ranks)))
+    assert first.names == [each["name"] for each in ranks]
+    assert all(each[:2] == places[:2] for each in [first, *others])
 
 
 def test_a_node_on_several_machines_is_warned_of():
     with pytest.warns(UserWarning, match="0 on a, 1 on b"):
-        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("b"), host("a"), host("b")])
+        find_nodes(2, Places([[0, 2], [1, 3]], [[0, 2], [1, 3]], ["a", "b", "a", "b"]), 0, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _warn_of_several_machines([[0, 1], [2, 3]], [host("a"), host("a", "net:[2]"), host("b"), host("b")])
+        find_nodes(2, Places([[0], [1], [2, 3]], [[0, 1], [2, 3]], ["a", "a", "b", "b"]), 0, 4)
 
 
 def found(setting, world_size: int) -> list[Nodes | None]:
@@ -44,7 +54,7 @@ def found(setting, world_size: int) -> list[Nodes | None]:
 
     def find(transport) -> Nodes | None:
         places = find_places(store, transport.rank, world_size)
-        return find_nodes(setting, places.hosts, store, transport.rank, world_size)
+        return find_nodes(setting, places, transport.rank, world_size)
 
     return play(world_size, find)
 
