@@ -1,8 +1,8 @@
-"""Compares what `ncz plan` predicts with what collectives and training steps take, and simulates up to 4,096 ranks.
+"""Compares what `ncz plan` predicts with what collectives and training steps take, and simulates up to 16,384 ranks.
 
     sudo .venv/bin/python -m benchmarks.plan measure      # 25 minutes: calls and training steps in namespaces
     .venv/bin/python -m benchmarks.plan validate          # fits the costs, predicts, and compares
-    .venv/bin/python -m benchmarks.plan simulate          # a minute: schedules against the number of ranks
+    .venv/bin/python -m benchmarks.plan simulate          # some minutes: schedules against the number of ranks
 
 `measure` keeps what is done in results/plan.jsonl, and goes on where it was. `validate` fits the costs of a rank to
 calls of 2 and 4 ranks without a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares.
@@ -39,8 +39,7 @@ from ncz_plugins.cli.plan.catalogue import load
 from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
 from ncz_plugins.cli.plan.simulation.costs import Costs
-from ncz_plugins.cli.plan.simulation.fleet import Link
-from ncz_plugins.cli.plan.simulation.sizes import sizes_for
+from ncz_plugins.cli.plan.simulation.fleet import Link, Racks
 from ncz_plugins.cli.plan.step import Setup, predict
 from ncz_plugins.cli.plan.strategy import sendings
 from ncz_plugins.cli.plan.workload import Interval, Workload
@@ -52,6 +51,7 @@ KEPT = ROOT / "results" / "plan.jsonl"
 NUMBERS = ROOT / "benchmarks" / "results" / "plan.json"
 RANKS_NUMBERS = ROOT / "benchmarks" / "results" / "plan-ranks.json"
 PAGE, MARKS = ROOT / "docs" / "results" / "planning.md", ("<!-- figures -->", "<!-- end of figures -->")
+RANKS_MARKS = "<!-- ranks -->", "<!-- end of ranks -->"
 PICTURE = ROOT / "docs" / "images" / "plan.png"
 RANKS_PICTURE = ROOT / "docs" / "images" / "plan-ranks.png"
 
@@ -76,9 +76,8 @@ _STEP_LINKS = {"ddp": ("200mbit", "1gbit"), "horovod": ("1gbit",), "deepspeed": 
 _PARAMETERS = 25_486_848  # of the GPT that `end_to_end` trains
 _LINK_SHARE = 0.956  # 1,448 of the 1,514 bytes of an Ethernet frame
 _SIMULATED_GBPS, _SIMULATED_LATENCY, _NODE = 10.0, 50e-6, 8
-_HALVING = "recursive halving (not built)"
-_COLORS = {"plain": "0.5", "ring": "tab:blue", "direct": "tab:red", "hierarchy": "tab:green", _HALVING: "tab:purple"}
-_UNEVEN = {"all alike": {}, "one link a tenth as fast": {"slowest_gbps": 1.0}, "one rank 0.1 s late": {"late": 0.1}}
+_RACK, _MOST_RANKS, _MOST_RANKS_DIRECT = 32, 16384, 1024
+_COLORS = {"plain": "0.5", "ring": "tab:blue", "direct": "tab:red", "halving": "tab:purple", "hierarchy": "tab:green"}
 
 
 class Cell(NamedTuple):
@@ -225,8 +224,7 @@ def validate() -> None:
         "steps": steps,
     }  # fmt: skip
     NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
-    before, after = (PAGE.read_text().split(mark)[at] for mark, at in zip(MARKS, (0, 1)))
-    PAGE.write_text(f"{before}{MARKS[0]}\n{figures(document)}\n{MARKS[1]}{after}")
+    _write_between(MARKS, figures(document))
     _draw(compared, steps)
     _print(document)
 
@@ -350,19 +348,53 @@ def _print(document: dict[str, Any]) -> None:
 # ------------------------------------------------------------------ simulate
 
 
+class Case(NamedTuple):
+    """A fleet, and how large it gets.
+
+    Attributes:
+        name: what the picture calls it.
+        sizes: bytes of the tensors.
+        slowest_gbps: link of the last rank; None: as all others.
+        late: seconds by which the first rank comes late.
+        oversubscription: see `Racks`; None: racks make no difference.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    slowest_gbps: float | None = None
+    late: float | None = None
+    oversubscription: float | None = None
+
+    @property
+    def is_even(self) -> bool:
+        return self.slowest_gbps is self.late is self.oversubscription is None
+
+    def ranks(self, schedule: str) -> list[int]:
+        """Numbers of ranks. In an uneven fleet a rank that sends to all takes memory for each of them."""
+        most = _MOST_RANKS_DIRECT if schedule == "direct" and not self.is_even else _MOST_RANKS
+        least = 2 * _NODE if schedule == "hierarchy" else 2
+        return [2**power for power in range(1, 30, 1 if self.is_even else 2) if least <= 2**power <= most]
+
+
+CASES = (
+    Case("all alike", (64 << 10, MiB, 16 * MiB, 256 * MiB)),
+    Case("one link a tenth as fast", (256 * MiB,), slowest_gbps=1.0),
+    Case("one rank 0.1 s late", (MiB,), late=0.1),
+    Case(f"racks of {_RACK}, 4 x oversubscribed", (MiB, 256 * MiB), oversubscription=4.0),
+)
+
+
 def simulate() -> None:
     """Calls against the number of ranks, even and uneven, and how long it took to find that out."""
-    begun = time.monotonic()
-    costs = load().cost("cpu")
-    found = []
-    for nbytes in (1 * MiB, 256 * MiB):
-        for name, uneven in _UNEVEN.items():
-            for ranks in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-                for schedule in _COLORS:
-                    seconds = _simulated(costs, schedule, ranks, nbytes, **uneven)
-                    if seconds is not None:
-                        found.append({"nbytes": nbytes, "case": name, "ranks": ranks, "schedule": schedule,
-                                      "seconds": seconds})  # fmt: skip
+    begun, costs, found = time.monotonic(), load().cost("cpu"), []
+    for case in CASES:
+        for nbytes in case.sizes:
+            for schedule in _COLORS:
+                for ranks in case.ranks(schedule):
+                    seconds = _simulated(costs, schedule, ranks, nbytes, case)
+                    found.append({"nbytes": nbytes, "case": case.name, "ranks": ranks, "schedule": schedule,
+                                  "seconds": float(f"{seconds:.4g}")})  # fmt: skip
+            print(f"{time.monotonic() - begun:4.0f} s: {_name(nbytes)}, {case.name}", flush=True)
     document = {
         "command": "python -m benchmarks.plan simulate",
         "version": __version__,
@@ -374,73 +406,67 @@ def simulate() -> None:
     }
     RANKS_NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
     _draw_ranks(found)
-    print(f"{document['seconds']} s for {len(found)} calls")
-    for each in found:
-        if each["ranks"] in (16, 256, 4096):
-            print(each)
+    _write_between(RANKS_MARKS, _table_of_ranks(found))
 
 
-def _simulated(
-    costs: Costs, schedule: str, ranks: int, nbytes: int, slowest_gbps: float | None = None, late: float | None = None
-) -> float | None:
+def _simulated(costs: Costs, schedule: str, ranks: int, nbytes: int, case: Case) -> float:
+    """Seconds of an all-reduce. Each rank has a link, and a node the links of its ranks."""
     size = _NODE if schedule == "hierarchy" else 1
-    nodes = ranks // size
-    if nodes < 2:
-        return None
-    gbps = _SIMULATED_GBPS * size  # of a node: each of its ranks has a link of this speed
-    link = Link(gbps if slowest_gbps is None else (gbps,) * (nodes - 1) + (slowest_gbps * size,), _SIMULATED_LATENCY)
-    group = Group(nodes, size, link, costs, late=None if late is None else (late,) + (0.0,) * (nodes - 1))
+    nodes, gbps = ranks // size, _SIMULATED_GBPS * size
+    links = gbps if case.slowest_gbps is None else (gbps,) * (nodes - 1) + (case.slowest_gbps * size,)
+    late = None if case.late is None else (case.late,) + (0.0,) * (nodes - 1)
+    racks = None if case.oversubscription is None else Racks(_RACK // size, case.oversubscription)
+    group = Group(nodes, size, Link(links, _SIMULATED_LATENCY), costs, late=late, racks=racks)
     if schedule == "plain":
         return calls.plain(group, "all_reduce", nbytes).seconds
-    if schedule == _HALVING:
-        return _recursive_halving(group, nbytes)
     name = "auto" if schedule == "hierarchy" else schedule
     transport = {"schedule": name, "min_bytes": 0, "link_gbps": _SIMULATED_GBPS}
     return calls.compressed(group, "all_reduce", nbytes, Config(transport=transport)).seconds
 
 
-def _recursive_halving(group: Group, nbytes: int) -> float:
-    """What it would take to halve what is summed in each of log2(n) rounds, and to double it again in as many.
+def _name(nbytes: int) -> str:
+    return f"{nbytes // MiB} MiB" if nbytes >= MiB else f"{nbytes >> 10} KiB"
 
-    Source: Rabenseifner, "Optimization of collective reduction operations" (2004). The schedule `halving` sends more
-    messages: one for each segment.
-    """
-    fleet, costs, rounds = group.fleet(False), group.costs, (group.ranks - 1).bit_length()
-    sizes = sizes_for(Config(transport={"min_bytes": 0, "link_gbps": _SIMULATED_GBPS}))
-    coder = costs.coders[sizes.coder(1)]
-    fleet.work(1e-6 * costs.call_us + 1e-12 * costs.measure_ps * nbytes / 4)
-    for number in range(rounds):  # the agreement
-        fleet.tell_neighbors(1, nbytes / 256, 1 << number)
-    for number in range(rounds):
-        values = nbytes / 4 / 2 ** (number + 1)
-        fleet.work(1e-12 * (coder.encode + coder.decode) * values)
-        fleet.tell_neighbors(1, sizes.bits(2**number) / 8 * values, 1 << number)
-    for number in reversed(range(rounds)):
-        values = nbytes / 4 / 2 ** (number + 1)
-        fleet.tell_neighbors(1, sizes.bits(group.ranks) / 8 * values, 1 << number)
-        fleet.work(1e-12 * coder.decode * values)
-    return float(fleet.end.max())
+
+def _table_of_ranks(found: list[dict[str, Any]]) -> str:
+    """Milliseconds by size and case, of each schedule with some numbers of ranks."""
+    seconds = {(each["case"], each["nbytes"], each["schedule"], each["ranks"]): each["seconds"] for each in found}
+    columns = [(ranks, schedule) for ranks in (64, 4096, 16384) for schedule in _COLORS]
+    lines = [f"| ms | {' | '.join(f'{schedule} {ranks:,}' for ranks, schedule in columns)} |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for case in CASES:
+        for nbytes in case.sizes:
+            cells = [seconds.get((case.name, nbytes, schedule, ranks)) for ranks, schedule in columns]
+            shown = ["" if each is None else f"{1e3 * each:,.0f}" for each in cells]
+            lines.append(f"| {_name(nbytes)}, {case.name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _write_between(marks: tuple[str, str], text: str) -> None:
+    """Replace what stands between two marks of the page."""
+    before, after = (PAGE.read_text().split(mark)[at] for mark, at in zip(marks, (0, 1)))
+    PAGE.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}")
 
 
 def _draw_ranks(found: list[dict[str, Any]]) -> None:
-    sizes = sorted({each["nbytes"] for each in found})
-    figure, panels = plt.subplots(len(sizes), len(_UNEVEN), figsize=(11, 6), layout="constrained", sharex=True)
-    for row, nbytes in zip(panels, sizes):
-        for axes, case in zip(row, _UNEVEN):
-            for schedule, color in _COLORS.items():
-                points = [
-                    (each["ranks"], each["seconds"])
-                    for each in found
-                    if (each["nbytes"], each["case"], each["schedule"]) == (nbytes, case, schedule)
-                ]
-                axes.loglog(*zip(*points), marker="o", markersize=3, color=color, label=schedule)
-            axes.set(title=f"{nbytes // MiB} MiB, {case}")
-            axes.grid(alpha=0.3)
+    panels = [(case, nbytes) for case in CASES for nbytes in case.sizes]
+    figure, axes_of = plt.subplots(2, 4, figsize=(14, 6.5), layout="constrained", sharex=True)
+    for axes, (case, nbytes) in zip(axes_of.flat, panels):
+        for schedule, color in _COLORS.items():
+            points = [
+                (each["ranks"], each["seconds"])
+                for each in found
+                if (each["nbytes"], each["case"], each["schedule"]) == (nbytes, case.name, schedule)
+            ]
+            axes.loglog(*zip(*points), marker="o", markersize=3, color=color, label=schedule)
+        axes.set(title=f"{_name(nbytes)}, {case.name}")
+        axes.grid(alpha=0.3)
+    for row in axes_of:
         row[0].set_ylabel("seconds")
-    for axes in panels[-1]:
+    for axes in axes_of[-1]:
         axes.set_xlabel("ranks")
-    panels[0][0].legend(fontsize="small")
-    figure.savefig(RANKS_PICTURE, dpi=150)
+    axes_of[0][0].legend(fontsize="small")
+    figure.savefig(RANKS_PICTURE, dpi=130)
 
 
 if __name__ == "__main__":

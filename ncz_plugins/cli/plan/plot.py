@@ -24,7 +24,7 @@ from .simulation import calls
 from .step import resolved
 
 _COLORS = {"plain": GRAY, "bfloat16": ORANGE, "compressed": BLUE}
-_MOST_RANKS = 4096
+_MOST_RANKS = 16384
 
 
 def draw(file: str | os.PathLike, plans: list[Plan]) -> None:
@@ -56,11 +56,12 @@ def _ranks(axes, setup, name: str) -> None:
     sending = max((each for each in setup.sendings if each.role == "gradient"), key=lambda each: each.nbytes)
     group, workload = setup.group, setup.workload
     itemsize, ratio = sending.itemsize or workload.itemsize, (workload.ratio, workload.ratio_ranks)
-    powers = [2**power for power in range(1, 13) if 2**power * group.ranks_per_node <= _MOST_RANKS]
+    powers = [2**power for power in range(1, 15) if 2**power * group.ranks_per_node <= _MOST_RANKS]
     nodes = sorted({group.nodes, *powers})
     ranks = [n * group.ranks_per_node for n in nodes]
     config = resolved(setup.config, group).with_transport(min_bytes=0)
-    for schedule, color in (("ring", GREEN), ("direct", BLUE)):
+    on_gpu = group.costs.kind == "gpu"
+    for schedule, color in (("ring", GREEN), ("direct", BLUE), *(() if on_gpu else [("halving", ORANGE)])):
         chosen = config.with_transport(schedule=schedule)
         timed = [
             calls.compressed(replace(group, nodes=n), sending.collective, sending.nbytes, chosen, itemsize, *ratio)
@@ -76,4 +77,4 @@ def _ranks(axes, setup, name: str) -> None:
     logarithmic(axes.yaxis)
     in_seconds(axes.yaxis)
     axes.set_xlabel("ranks")
-    finish(axes, f"{in_a_picture(name)}: {sending.collective} of {size(sending.nbytes)}", columns=4)
+    finish(axes, f"{in_a_picture(name)}: {sending.collective} of {size(sending.nbytes)}", columns=5)
