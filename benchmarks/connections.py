@@ -84,10 +84,10 @@ WAYS = (
 
 
 @contextmanager
-def relayed(way: Way) -> Iterator[list[Node]]:
-    """Two nodes, and between them the relay."""
+def relayed(way: Way, nodes: int = 2) -> Iterator[list[Node]]:
+    """Nodes, at most 250, and between them the relay."""
     with ExitStack() as stack:
-        addresses = ["10.78.0.1", "10.78.0.2"]
+        addresses = [f"10.78.0.{number}" for number in range(1, nodes + 1)]
         pids = [stack.enter_context(_namespace(address)) for address in addresses]
         ready = multiprocessing.Event()
         relay = multiprocessing.Process(target=_relay, args=(pids, way, ready), daemon=True)
@@ -120,7 +120,6 @@ def _tunnel(pid: int) -> int:
 def _relay(pids: list[int], way: Way, ready) -> None:
     ends = [_tunnel(pid) for pid in pids]
     ready.set()
-    other = {ends[0]: ends[1], ends[1]: ends[0]}
     due: list[tuple[float, int, int, bytes]] = []  # when, a number so that equals stay in order, where to, packet
     free: dict[bytes, float] = defaultdict(float)  # when each flow's last packet has left
     number = 0
@@ -133,6 +132,9 @@ def _relay(pids: list[int], way: Way, ready) -> None:
                     packet = os.read(end, _HEADER + _LARGEST)
                 except BlockingIOError:
                     break
+                number_of_node = packet[_HEADER + 19]  # the last byte of the address that it goes to
+                if not 1 <= number_of_node <= len(ends):
+                    continue  # for a group of addresses
                 leaves = now = time.perf_counter()
                 if way.flow:
                     flow = packet[_HEADER + 12 : _HEADER + 24]  # addresses and ports
@@ -141,7 +143,7 @@ def _relay(pids: list[int], way: Way, ready) -> None:
                         continue
                     free[flow] = leaves
                 number += 1
-                heapq.heappush(due, (leaves + way.delay, number, other[end], packet))
+                heapq.heappush(due, (leaves + way.delay, number, ends[number_of_node - 1], packet))
         now = time.perf_counter()
         while due and due[0][0] <= now:
             _, _, to, packet = heapq.heappop(due)

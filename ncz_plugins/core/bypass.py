@@ -16,7 +16,7 @@ from ..kernels.format import DTYPES, SelectorCosts
 from .codec.layout import Layout
 from .codec.quantize import Derived, Scales, derive
 from .config import Config, Policy, QuantizerConfig
-from .config.fields import PIECE_MIB_PER_GBPS, min_bytes_for
+from .config.fields import MOST_SMALL_RANKS, PIECE_MIB_PER_GBPS, min_bytes_for
 from .reasons import Bypass
 
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -80,7 +80,8 @@ def least_of_pieces(config: Config, on_gpu: bool, ranks: int) -> int | str:
     In host memory each piece costs its messages and calls of kernels, however small it is, and longer if ranks share
     cores. So the smallest size grows with the ranks and with the time that coding takes.
     """
-    least, link_gbps = config.min_bytes_in_effect(on_gpu, ranks), config.transport.link_gbps
+    least = config.min_bytes_in_effect(on_gpu, min(ranks, MOST_SMALL_RANKS))
+    link_gbps = config.transport.link_gbps
     if on_gpu or link_gbps is None or config.transport.min_bytes is not None:
         return least
     costs = config.entropy.costs

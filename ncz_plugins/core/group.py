@@ -41,7 +41,7 @@ class Group:
         ranks: global ranks of the group.
         rank: this rank's number among `ranks`.
         nodes: which ranks share a node; None if sums are not formed inside nodes first.
-        auto_schedule: the schedule that `transport.schedule: auto` means; None: chosen by the number of ranks.
+        auto_schedule: the schedule that `transport.schedule: auto` means; None: see schedules/choice.py.
         communicator: number of the communicator, see `Training.free_number`.
         key: what `Training.of_group` knows the state of these ranks by; None: `ranks`.
 
@@ -99,13 +99,14 @@ class Group:
         """Number of calls so far."""
         return self.state.calls + self.order.exact_calls
 
-    @property
-    def schedule(self) -> str:
-        """The schedule of frames: ring, direct or halving."""
+    def schedule_for(self, nbytes: int) -> str:
+        """The schedule of frames for a tensor of so many bytes: ring, direct or halving."""
         name = self.config.transport.schedule
         if name != "auto":
             return name
-        return self._auto_schedule or schedule_for(self.nodes.count if self.nodes else self.world_size)
+        exchanging, shares = (self.nodes.count, self.nodes.size) if self.nodes else (self.world_size, 1)
+        link_gbps = self.config.transport.link_gbps
+        return self._auto_schedule or schedule_for(exchanging, nbytes // shares, link_gbps, self.on_gpu)
 
     def checksum_of(self, config: Config) -> int:
         """Checksum of a call's settings. That of the usual settings is at hand, as small calls are many."""

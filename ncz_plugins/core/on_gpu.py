@@ -233,6 +233,6 @@ def measure_gpus(
     """
     require_same_call(collective, measuring(group.calls), transport, group.ranks)
     config = measured_on_gpus(config, device, transport, where)
-    if group.nodes is None and group.schedule == "direct":  # in others no rank gathers frames
+    if group.nodes is None and group.schedule_for(0) == "direct":  # in others no rank gathers frames
         use_fastest_groups(config, device, transport, where)
     group.use(config)

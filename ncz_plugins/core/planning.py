@@ -116,7 +116,8 @@ def _sum(group: Group, call: Call) -> Plan:
     n, schedule = group.world_size, _schedule_of(group, call)
     if call.collective != "reduce_scatter_single":
         exchanging, shares = (group.nodes.count, group.nodes.size) if group.nodes else (n, 1)
-        segments = segments_of_sum(call.input, group.schedule, exchanging, shares, call.config, group.on_gpu)
+        name = group.schedule_for(call.input.nbytes)
+        segments = segments_of_sum(call.input, name, exchanging, shares, call.config, group.on_gpu)
         layout = layout_of_sum(call.input, segments, call.config, group.on_gpu)
         move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
         output = _flat(call.output)
@@ -149,7 +150,7 @@ def _schedule_of(group: Group, call: Call):
         return _SCHEDULES["fixed rate"]
     if call.baseline is not None and group.nodes is not None:
         return ring  # in which each part enters a node once
-    return _SCHEDULES[group.schedule]
+    return _SCHEDULES[group.schedule_for(call.larger.nbytes)]
 
 
 def _flat(tensor: Tensor, start: int = 0) -> Window:

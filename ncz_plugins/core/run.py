@@ -51,7 +51,7 @@ from .codec.quantize import (
 )
 from .codec.tensor_codec import LosslessCodec
 from .config import Config
-from .config.fields import Role
+from .config.fields import MOST_SMALL_RANKS, Role
 from .errors import UnsupportedError, memory_errors
 from .group import Group
 from .planning import frames_of, plan
@@ -115,7 +115,7 @@ def decide(group: Group, call: Call) -> None:
     is_coded = call.bypass is None and call.config.quantizer.bits is None
     if is_coded and group.on_gpu and call.config.entropy.coder == "rans":
         raise UnsupportedError("entropy.coder: rans is for CPU tensors alone: set auto or huffman for CUDA tensors")
-    if is_coded and group.on_gpu and group.schedule == "halving" and call.pieces is None:
+    if is_coded and group.on_gpu and group.config.transport.schedule == "halving" and call.pieces is None:
         raise UnsupportedError(
             f"{call.collective}: transport.schedule: halving moves tensors in host memory only, and this one is on a "
             "GPU; set transport.schedule to auto, direct or ring"
@@ -143,7 +143,9 @@ def _decision(group: Group, call: Call) -> _Decision:
         require_plain(call)
     else:  # ranks that exchange pieces know of the largest later
         nbytes = call.larger.nbytes if call.has_equal_sizes else math.inf
-        bypass = by_size(nbytes, config, group.on_gpu, group.world_size)
+        # Gloo broadcasts along a tree, also among many ranks. Its other collectives are rings.
+        ranks = min(group.world_size, MOST_SMALL_RANKS) if call.collective == "broadcast" else group.world_size
+        bypass = by_size(nbytes, config, group.on_gpu, ranks)
     if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
     found = group.decisions[key] = _Decision(config, bypass, signature_described(call))

@@ -22,6 +22,7 @@ HOST_MIB_PER_GBPS, GPU_MIB_PER_GBPS, GPU_FIXED_RATE_MIB_PER_GBPS = 1.0, 0.3, 0.1
 PIECE_MIB_PER_GBPS = 0.25  # of a piece that one rank sends another, in host memory, on a free core
 # For 2 ranks, in host memory, on a link slower than FAST_GBPS.
 TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB
+MOST_SMALL_RANKS = 16  # among more, an uncompressed call is gloo's ring, whose messages take longer than any link
 FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores, not for the link (docs/results/performance.md)
 FAST_FRAME_BYTES = 8 * MiB  # frames on such a link, where overlapping coding with sending gains little
 GPU_FRAME_BYTES = 64 * MiB  # frames on a GPU: on an H100, 256 MiB took a quarter of the time of 4 MiB frames

@@ -16,6 +16,8 @@ from .documents import read_document
 from .fields import (
     GPU_FIXED_RATE_MIB_PER_GBPS,
     GPU_MIB_PER_GBPS,
+    MIN_BYTES,
+    MOST_SMALL_RANKS,
     TWO_RANKS_MIB_PER_GBPS,
     TWO_RANKS_MIN_BYTES,
     Allowed,
@@ -187,6 +189,8 @@ class Config(Section):
         if on_gpu:
             at_fixed_rate = self.quantizer.bits is not None
             return min_bytes_for(link_gbps, GPU_FIXED_RATE_MIB_PER_GBPS if at_fixed_rate else GPU_MIB_PER_GBPS)
+        if ranks is not None and ranks > MOST_SMALL_RANKS:
+            return MIN_BYTES
         if ranks == 2 and not self.transport.has_fast_link:
             return min_bytes_for(link_gbps, TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES)
         return min_bytes_for(link_gbps)

@@ -193,7 +193,8 @@ class TransportConfig(Section):
         default="auto",
         description="ring: each rank talks to its neighbours. direct: to all. halving: to one at each distance, for "
         "many ranks with CPU tensors. Same bits, except sums with kind lossless. auto: as measured by tuning, else "
-        "direct up to 8 ranks, ring above.",
+        "direct up to 8 ranks, and up to 16 from 256 KiB for each rank on (below 0.5 Gbit/s then ring from 5 ranks "
+        "on), halving above (GPUs: ring).",
     )
     frame_bytes: OptionalFrameBytes = Field(
         default=None,
@@ -204,7 +205,8 @@ class TransportConfig(Section):
         default=None,
         description="Smaller tensors go uncompressed. null: 1 MiB for each Gbit/s of the link (GPUs: 0.3 MiB, at a "
         "fixed rate 0.1), up to the next power of two, at least 128 KiB; for 2 CPU ranks below 2.5 Gbit/s half of "
-        "that, at least 32 KiB; 128 KiB if the link is unknown. auto: measured. never: compress nothing.",
+        "that, at least 32 KiB; 128 KiB if the link is unknown, and for more than 16 CPU ranks. auto: measured. never: "
+        "compress nothing.",
     )
     hierarchy: Hierarchy = Field(
         default="auto",

@@ -29,7 +29,7 @@ from ..config import FRAME_BYTES, CoderCosts, Config, KiB, MiB, format_size
 from ..errors import UnsupportedError
 from ..group import Group
 from ..messages import say
-from ..planning import layout_of_sum
+from ..planning import layout_of_sum, segments_of_sum
 from ..run import decide, enter
 from ..run import run as run_call
 from ..runtime.device import HOST, Host
@@ -144,11 +144,11 @@ class TorchRanks(Subject):
         self.rank = rank
         self.world_size = len(ranks)
         self.exchanging = self._between_nodes.world_size
-        default = schedule_for(self.exchanging)
-        self.schedules = sorted(("ring", "direct"), key=lambda name: name != default)
+        default = schedule_for(self.exchanging, _MAX_BYTES)
+        self.schedules = sorted(("ring", "direct", "halving"), key=lambda name: name != default)
         own, n = self._between_nodes.rank, self.exchanging
         self.peers = [(peer, peer) for peer in range(n) if peer != own]
-        if default == "ring":
+        if default == "halving":  # whose ranks are not connected with all others
             self.peers = [((own + 1) % n, (own - 1) % n)]
 
     def highest(self, numbers):
@@ -481,7 +481,9 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
     # Configurations that cut a tensor of this size alike differ by noise only: time the first of them.
     different = {}
     for each in configs:
-        different.setdefault((each.transport.schedule, layout_of_sum(source, subject.world_size, each)), each)
+        name = each.transport.schedule
+        segments = segments_of_sum(source, name, subject.exchanging, subject.world_size // subject.exchanging, each)
+        different.setdefault((name, layout_of_sum(source, segments, each)), each)
     seconds = _interleaved(subject, list(different.values()), source, allowed)
     return [
         Trial(schedule=each.transport.schedule, frame_bytes=each.transport.frame_bytes, nbytes=nbytes, seconds=taken)

@@ -143,8 +143,10 @@ def compressed(
     hierarchical = group.ranks_per_node > 1 and group.nodes > 1 and config.transport.hierarchy != "off"
     exchanging = group.nodes if hierarchical else group.ranks
     name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
-    name = schedule_for(exchanging) if name == "auto" else name
-    on_gpu, apart = group.costs.kind == "gpu", name == "halving"
+    on_gpu = group.costs.kind == "gpu"
+    if name == "auto":
+        name = schedule_for(exchanging, nbytes * exchanging // group.ranks, config.transport.link_gbps, on_gpu)
+    apart = name == "halving"
     if apart and on_gpu:
         raise UnsupportedError("transport.schedule: halving is for CPUs; set auto, ring or direct to plan for GPUs")
     fleet = group.fleet(between_nodes=hierarchical, apart=apart)

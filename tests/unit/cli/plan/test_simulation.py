@@ -189,6 +189,43 @@ def test_messages_do_not_grow_with_the_ranks_where_they_halve():
     assert all_reduce(many, MiB, "halving").seconds < all_reduce(many, MiB, "direct").seconds / 4
 
 
+@pytest.mark.parametrize("gbps", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("ranks", [2, 4, 7, 8, 12, 16, 24, 64, 200])
+def test_auto_takes_about_the_fastest(ranks, gbps):
+    """Of the sizes that are compressed by default. What queues of switches do on slow links is not simulated."""
+    group, by_default = Group(ranks, 1, Link(gbps, 5e-5), COSTS), Config(transport={"link_gbps": gbps})
+    for nbytes in (256 << 10, MiB, 4 * MiB, 16 * MiB, 128 * MiB):
+        if nbytes >= by_default.min_bytes_in_effect(ranks=ranks):
+            auto, *others = (
+                calls.compressed(group, "all_reduce", nbytes, config(schedule, link_gbps=gbps)).seconds
+                for schedule in ("auto", "direct", "halving", "ring")
+            )
+            assert auto <= 1.3 * min(others)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("gbps", [1.0, 25.0])
+def test_many_ranks_gain_at_the_least_size_that_they_compress(gbps, collective):
+    """By default, and on any link, as uncompressed calls travel around a ring."""
+    for ranks in (17, 32, 100):
+        group, by_default = Group(ranks, 1, Link(gbps, 5e-5), COSTS), Config(transport={"link_gbps": gbps})
+        compressed = calls.compressed(group, collective, 128 << 10, by_default)
+        assert compressed.compressed and compressed.seconds < calls.plain(group, collective, 128 << 10).seconds / 1.5
+
+
+def test_few_bytes_of_halving_leave_a_rack():
+    def times(schedule):
+        even, racks = (
+            all_reduce(Group(64, 1, Link(1.0), FREE, racks=each), 64 * MiB, schedule).seconds
+            for each in (None, Racks(16, 8.0))
+        )
+        return racks / even
+
+    assert times("direct") > 5
+    assert times("halving") < 2
+    assert times("ring") == pytest.approx(1, abs=0.05)
+
+
 def test_thousands_of_ranks():
     for schedule in ("ring", "direct"):
         timed = all_reduce(Group(4096, 1, Link(10.0, 5e-5), COSTS), 64 * MiB, schedule)

@@ -501,6 +501,15 @@ def test_two_ranks_compress_smaller_tensors_on_slow_links(gbps, least):
     assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).min_bytes_in_effect(ranks=2) == 5
 
 
+@pytest.mark.parametrize("gbps", [None, 0.01, 10, 400])
+def test_many_ranks_compress_small_tensors_on_any_link(gbps):
+    """As uncompressed ones travel around a ring of all ranks."""
+    config = Config(transport={"link_gbps": gbps})
+    assert config.min_bytes_in_effect(ranks=17) == 128 * KiB <= config.min_bytes_in_effect(ranks=16)
+    assert config.min_bytes_in_effect(on_gpu=True, ranks=17) == config.min_bytes_in_effect(on_gpu=True)
+    assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).min_bytes_in_effect(ranks=17) == 5
+
+
 @pytest.mark.parametrize(("gbps", "nbytes"), [(None, 4 * MiB), (2.49, 4 * MiB), (2.5, 8 * MiB), (400, 8 * MiB)])
 def test_the_size_of_frames_follows_from_the_link_and_the_device(gbps, nbytes):
     transport = Config().resolved(link_gbps=gbps).transport
