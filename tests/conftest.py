@@ -1,5 +1,6 @@
 """How `make test` shares the tests out among its processes, and what all tests may rely on."""
 
+import gc
 import os
 import re
 import signal
@@ -45,6 +46,17 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", NOTHING_DEPRECATED)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leave what is collected out of the search for garbage: it stays to the end, and each look at it takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
