@@ -217,9 +217,12 @@ class Connections:
 
     def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         """See `Transport.start_comparison`. `values` need a mesh. Other ranks may make small calls instead."""
-        if self.mesh is None:
-            return self.start_max(comparison.tensor, counters)
-        return GeneratorWork(_compare(self, comparison, _NOTHING if values is None else values, counters))
+        values = _NOTHING if values is None else values
+        if self.mesh is not None:
+            return GeneratorWork(_compare(self, comparison, values, counters))
+        if self.neighbors is not None:
+            return GeneratorWork(_compare_by_spreading(self, comparison, values, counters))
+        return self.start_max(comparison.tensor, counters)
 
     def track(self, work: dist.Work) -> TrackedWork:
         """Hold a work that was just started, until it has been waited for. Returns its replacement for callers."""
@@ -405,13 +408,13 @@ def told_bytes(world_size: int) -> int:
 
 
 def most_with_comparison(world_size: int, meshed: bool) -> int:
-    """Bytes of an agreement that may travel with a comparison: those that take one round anyway.
+    """Bytes of an agreement that may travel with a comparison: those that take as many rounds anyway.
 
     Args:
         meshed: whether all ranks are connected with each other.
     """
     if not meshed:
-        return 0
+        return _MAX_SPREAD_BYTES // len(distances(world_size))
     return MAX_BYTES_WITH_COMPARISON if world_size <= 2 else told_bytes(world_size)
 
 
@@ -497,6 +500,27 @@ def _agree_by_spreading(connections: Connections, tensor: Tensor, counters: Coun
             yield
         _await(works, sent.nbytes, counters)
         torch.maximum(tensor, received, out=tensor)
+
+
+def _compare_by_spreading(
+    connections: Connections, comparison: RankComparison, values: Tensor, counters: Counters
+) -> Iterator[None]:
+    """What `_compare` does, in the rounds of `_agree_by_spreading`."""
+    n, rank, mesh, numbers = connections.world_size, connections.rank, connections.neighbors, comparison.tensor
+    own, flat = numbers.nbytes, values.view(-1)
+    for number, distance in enumerate(distances(n)):
+        sent = torch.cat([numbers.view(torch.uint8), flat.view(torch.uint8)])
+        coming = mesh.receive((rank - distance) % n, own, own + MAX_BYTES_WITH_COMPARISON)
+        messages = [coming, mesh.send((rank + distance) % n, memory_of(sent))]
+        counters.wire_bytes += sent.nbytes
+        if number == 0:
+            yield
+        with span("wait", sent.nbytes, counters):
+            mesh.finish(messages)
+        received = torch.frombuffer(coming.values, dtype=torch.uint8)
+        torch.maximum(numbers, received[:own].view(numbers.dtype), out=numbers)
+        if flat.numel() and received.numel() == sent.numel():  # else ranks differ, and values don't matter
+            torch.maximum(flat, received[own:].view(flat.dtype), out=flat)
 
 
 def _agree_by_halving(connections: Connections, tensor: Tensor, counters: Counters) -> Iterator[None]:

@@ -43,7 +43,8 @@ class GlooTransport(Transport):
         self._connections = connections
         self.rank = connections.rank
         self.world_size = connections.world_size
-        self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
+        if connections.frames is not None:
+            self.most_with_comparison = most_with_comparison(self.world_size, connections.mesh is not None)
         if connections.has_no_groups:
             self.plain = SubsetCollectives(_HostCollectives(connections), range(self.world_size), self.rank)
             self.small = SmallMessages(connections)

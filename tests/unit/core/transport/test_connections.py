@@ -384,6 +384,28 @@ def test_many_ranks_agree_in_few_rounds_over_few_connections(world_size):
     play(world_size, body)
 
 
+@pytest.mark.parametrize("world_size", [2, 5, 17])
+@pytest.mark.parametrize("numel", [1, 2_001])
+def test_values_travel_with_the_comparison_of_many_ranks(world_size, numel):
+    """In as many rounds; where ranks have other numbers of them, their comparison says so."""
+    values = torch.rand(world_size, numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def body(transport):
+        rank, counters = transport.rank, Counters()
+        comparison, mine = RankComparison({"call": 7}, rank, world_size), values[rank].clone()
+        assert mine.nbytes <= transport.most_with_comparison
+        transport.start_comparison(comparison, counters, mine).wait()
+        assert not comparison.differing() and torch.equal(mine, values.amax(0))
+        assert counters.wire_bytes == len(distances(world_size)) * (2 * 8 + mine.nbytes)
+        last = rank == world_size - 1
+        comparison = RankComparison({"call": 7 + last}, rank, world_size)
+        transport.start_comparison(comparison, counters, None if last else mine).wait()
+        return comparison.differing()
+
+    found = play(world_size, body, way="sparse", reuse=True)
+    assert found == [{"call": Extremes(7, 0, 8, world_size - 1)}] * world_size
+
+
 @pytest.mark.parametrize("schedule", ["ring", "far", "all"])
 def test_ranks_are_connected_with_those_that_they_exchange_frames_with(schedule):
     """Whoever comes first, and in whatever order they are asked for."""
