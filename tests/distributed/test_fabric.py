@@ -38,7 +38,7 @@ def sharded(module, mesh):
 
 def train_plain_and_compressed() -> dict[str, bool]:
     """Whether the parameters are the same to the bit, for each kind of model."""
-    # Here, as this takes 5 seconds, which every process of tests would spend to collect them.
+    # Here, as every process of tests would spend a second on it to collect them.
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
