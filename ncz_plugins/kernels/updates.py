@@ -18,7 +18,7 @@ from .sparse import decode_sparse, encode_sparse
 
 # SPLIT takes three quarters of bfloat16 weights, and more of other dtypes. So don't try it if differences take less.
 _MAX_SHARE_WITHOUT_SPLIT = 3 / 4
-_COUNTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose changes are numbers of floats
+COUNTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose changes are numbers of floats
 
 _scratch = Scratch()
 
@@ -35,7 +35,7 @@ def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Codi
     """
     if base is None:
         return encode_floats(backend, x, coding, frame)
-    if x.dtype in _COUNTED:
+    if x.dtype in COUNTED:
         codes = _scratch.of("differences", x.numel(), torch.int32, x.device)
         backend.differences(x, base, codes)
         size = encode_sparse(backend, codes, coding, frame) or int(backend.encode_codes(codes, coding, frame))
@@ -57,9 +57,9 @@ def decode_update(backend: Backend, frame: Tensor, base: Tensor | None, out: Ten
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
     coder = _coder_of(frame)
-    if base is None or out.dtype not in _COUNTED or coder == Coder.SPLIT:
+    if base is None or out.dtype not in COUNTED or coder == Coder.SPLIT:
         return decode_floats(backend, frame, out, base)
-    if coder == Coder.SPARSE:
+    if coder == Coder.SPARSE and out.is_cpu:  # GPUs' kernels refuse it
         return _decode_sparse(backend, frame, base, out)
     codes = _scratch.of("differences", out.numel(), torch.int32, out.device)
     backend.decode_codes(frame, codes)

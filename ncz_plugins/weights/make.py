@@ -26,7 +26,7 @@ from ..core.errors import UnsupportedError
 from ..kernels.backend import Backend
 from ..kernels.format import CHUNK, DTYPES, HEADER_BYTES, Coding
 from ..kernels.scratch import Scratch
-from ..kernels.updates import encode_update, max_update_bytes
+from ..kernels.updates import COUNTED, encode_update, max_update_bytes
 from .boxes import Box, frame_count, frames_of
 from .index import Contents, Entry, FileHeader, write_head
 from .keys import require_key, tag_of
@@ -37,7 +37,7 @@ from .threads import in_order
 # Patches are kept on disks and sent far, so coders are chosen as for a link of 100 Mbit/s: bytes count more than time.
 _LINK_PICOSECONDS_PER_BYTE = 80_000
 
-# An update that takes less than this of a byte per element repeats itself, so zlib is tried. Above, zlib saves 3 %.
+# An update that takes less than this of a byte per code repeats itself, so zlib is tried. Above, zlib saves 3 %.
 _MAX_PACKED_SHARE = 1 / 128
 
 _scratch = Scratch()
@@ -269,7 +269,8 @@ def _code(frame: _Frame) -> bytes:
     backend.seal(room[:size])
     coded = _bytes_of(room[:size])
     # Readers bound the size of a tensor without a base by that of its frames.
-    if base_x is not None and size <= _MAX_PACKED_SHARE * len(x):
+    codes = len(x) if x.dtype in COUNTED else x.nbytes
+    if base_x is not None and size <= _MAX_PACKED_SHARE * codes:
         return min(coded, zlib.compress(coded), key=len)
     return coded
 

@@ -143,6 +143,16 @@ def test_rare_changes_of_any_dtype_take_no_more_than_those_of_others(dtype, shar
     assert len(patch) < peers_bytes(new, old) + 300  # an index, and what zlib can't see: it repeats 258 bytes at most
 
 
+def test_one_changed_float64_takes_about_as_few_bytes_as_one_of_bfloat16():
+    sizes = []
+    for dtype in (torch.float64, torch.bfloat16):
+        old = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+        new = old.clone()
+        new[5] *= 1.1
+        sizes.append(len(make_patch({"x": new}, {"x": old})))
+    assert sizes[0] < 3 * sizes[1]
+
+
 @pytest.mark.parametrize(
     ("wide", "narrow"),
     [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32)],
