@@ -367,7 +367,9 @@ def _codec_of_pieces(group: Group, call: Call, device: Device, transport: Transp
     given = transport.rank, config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
     if device.in_batches:
         return GpuPiecesCodec(*given)
-    return PiecesCodec(frames_of(call.input, config), *given)
+    # Where there are several pieces for others, each is coded while those before it travel.
+    elements, overlap = frames_of(call.input, config)
+    return PiecesCodec((elements, overlap and transport.world_size == 2), *given)
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:

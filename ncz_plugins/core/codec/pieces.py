@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ class PiecesCodec(FramedPieces):
 
     def _layout(self, length: int) -> Layout:
         """How both ends cut a piece."""
-        return Layout.of((length,), *self._cut)
+        return _layout_of_piece(length, *self._cut)
 
     def _measured(self, to: int) -> Tensor:
         """The head of the piece that goes to rank `to`."""
@@ -175,3 +175,8 @@ class PiecesCodec(FramedPieces):
         quantizer = self.config.quantizer
         derived = derive(measured, layout, quantizer, self._dtype, addends=1, backend=self.device.backend)
         return derived.scales if derived.is_worthwhile(self._dtype) else None
+
+
+@lru_cache(maxsize=64)  # pieces are many, and often of one length
+def _layout_of_piece(length: int, frame_elements: int, overlap: bool) -> Layout:
+    return Layout.of((length,), frame_elements, overlap)
