@@ -325,8 +325,8 @@ class Call:
         """Counters of a call that goes plain at once."""
         counters = self.new_counters(world_size)
         counters.wire_bytes = counters.plain_bytes
-        counters.bypasses = {self.bypass.value: 1}
-        counters.bypassed_bytes = {self.bypass.value: counters.plain_bytes}
+        reason = self.bypass.value
+        counters.bypasses, counters.bypassed_bytes = {reason: 1}, {reason: counters.plain_bytes}
         return counters
 
     def start_plain(self, plain: PlainCollectives):

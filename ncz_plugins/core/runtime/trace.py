@@ -19,14 +19,13 @@ import torch
 
 from .statistics import Counters
 
-_HAS_NVTX = torch.version.cuda is not None  # builds of torch for CPUs lack it
 _recorder: _Recorder | None = None
 
 
 class span:
-    """Context that shows its block as an NVTX range "ncz WHAT NBYTES", and adds its time to counter WHAT_seconds.
+    """Context that adds the time of its block to counter WHAT_seconds. Once CUDA is in use, it is also an NVTX range.
 
-    A class and not a generator, which is slower: a call enters some twenty spans.
+    The range is called "ncz WHAT NBYTES". A class and not a generator, as a call enters some twenty spans.
 
     Args:
         what: what the block does: one word.
@@ -34,7 +33,7 @@ class span:
         counters: receive the seconds; None: nobody.
     """
 
-    __slots__ = ("_counters", "_nbytes", "_started", "_what")
+    __slots__ = ("_counters", "_is_range", "_nbytes", "_started", "_what")
 
     def __init__(self, what: str, nbytes: int, counters: Counters | None = None):
         self._what = what
@@ -42,7 +41,8 @@ class span:
         self._counters = counters
 
     def __enter__(self) -> None:
-        if _HAS_NVTX:
+        self._is_range = torch.cuda.is_initialized()
+        if self._is_range:
             torch.cuda.nvtx.range_push(f"ncz {self._what} {self._nbytes}")
         self._started = time.perf_counter()
 
@@ -53,7 +53,7 @@ class span:
             setattr(self._counters, total, getattr(self._counters, total) + ended - self._started)
         if _recorder is not None:
             _recorder.add(threading.current_thread().name, self._what, self._started, ended, self._nbytes)
-        if _HAS_NVTX:
+        if self._is_range:
             torch.cuda.nvtx.range_pop()
 
 

@@ -528,9 +528,9 @@ class Incoming:
         """The memory for the bytes after the head. Sets `values`."""
         nbytes = self._length() - self.head.nbytes
         head, memory = self._expected
-        if memory is not None and self.head == head and sum([part.nbytes for part in memory]) == nbytes:
+        if memory is not None and self.head == head and sum(map(len, memory)) == nbytes:
             self.values = memoryview(b"")
-            return [part for part in memory if part.nbytes]
+            return list(filter(len, memory))
         self.values = memoryview(np.empty(nbytes, np.uint8))
         return [self.values] if nbytes else []
 

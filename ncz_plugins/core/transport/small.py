@@ -222,7 +222,7 @@ class Exchanges:
             received = exchange.wait()
         check()
         # What is not as expected, having no bytes or another number of them, went to memory of its own.
-        require_received([message for message in received if message.nbytes < size])
+        require_received([message for message in received if 0 < message.nbytes < size])
         for peer, message in zip([peer for peer in range(ranks) if peer != rank], received):
             if message.nbytes:
                 rows[peer][:] = message[:size]
