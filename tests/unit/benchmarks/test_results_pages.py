@@ -4,7 +4,7 @@ import json
 
 from repository import ROOT
 
-from benchmarks import codec_table, weight_ways, weights
+from benchmarks import codec_table, patch_files, weight_ways, weights
 
 
 def committed(name):
@@ -30,6 +30,10 @@ def test_weights():
 
 def test_ways_to_send_weights():
     assert weight_ways.summary(committed("weight-ways.json")) in weight_ways.PAGE.read_text()
+
+
+def test_patches_of_files():
+    assert patch_files.summary(committed("patch-files.json")["found"]) in patch_files.PAGE.read_text()
 
 
 def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
