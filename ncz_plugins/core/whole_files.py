@@ -7,17 +7,20 @@ Symbolic links are followed, even if the target is missing. `-` is standard outp
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 STANDARD_OUTPUT = "-"
 _STANDARD_OUTPUT_DESCRIPTOR = 1
+_SYNC_BYTES = 64 << 20  # of a regular file: the disk takes them while the next ones are made
 _MAX_LINKS = 40  # symbolic links that Linux follows in one path
 # Errors of replacing a file in another user's folder, another user's file, or a mount point.
 _NOT_REPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY}
@@ -213,17 +216,45 @@ def _replacing(target: Target) -> Iterator[BinaryIO]:
     mode = 0o666 if target.found is None else 0o600  # the umask removes bits
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)  # O_EXCL follows no symbolic link
     try:
-        with open(descriptor, "wb") as file:
+        with io.BufferedWriter(_Synced(descriptor)) as file:
             if target.found is not None:
                 _keep_owner_and_mode(descriptor, target.found)
             yield file
             file.flush()
+            file.raw.wait()
             os.fsync(descriptor)  # some file systems report a full disk only here
         os.replace(partial, target.path)
     except BaseException:
         with suppress(OSError):
             os.unlink(partial)
         raise
+
+
+class _Synced(io.FileIO):
+    """An open regular file, of which a thread brings to the disk what was written so far, every 64 MiB."""
+
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "wb")
+        self._thread = ThreadPoolExecutor(1, "ncz-sync")
+        self._running: Future | None = None
+        self._unsynced_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        written = super().write(data)
+        self._unsynced_bytes += written
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            self.wait()
+            self._unsynced_bytes, self._running = 0, self._thread.submit(os.fsync, self.fileno())
+        return written
+
+    def wait(self) -> None:
+        """Wait until the thread is done. Raises OSError if it failed: the system says so once."""
+        if self._running is not None:
+            self._running.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
 
 
 def _keep_owner_and_mode(descriptor: int, before: os.stat_result) -> None:

@@ -86,13 +86,15 @@ def read_file(data: bytes | mmap.mmap) -> WeightFile:
         )
     header, places = _parse_header(data[_SIZE_BYTES : _SIZE_BYTES + size])
     # Tensors follow, up to the end of the file. A tensor keeps a mapped file open.
-    data = bytearray(data) if isinstance(data, bytes) else data
+    is_mapped = isinstance(data, mmap.mmap)
+    data = data if is_mapped else bytearray(data)
     rest = torch.frombuffer(data, dtype=torch.uint8)[_SIZE_BYTES + size :]
     end = places[-1].end if places else 0
     if end != len(rest):
         raise UnsupportedError(f"is damaged: its tensors take {end} bytes, and {len(rest)} follow its header")
     tensors = {each.name: _new_held(each.form, _aligned(each.form, rest[each.begin : each.end])) for each in places}
-    return WeightFile(header, {each.name: each.form for each in places}, tensors)
+    forms = {each.name: each.form for each in places}
+    return WeightFile(header, forms, _Mapped(forms, tensors, data) if is_mapped else tensors)
 
 
 class FileBytes:
@@ -199,6 +201,23 @@ class _Lazy(Mapping[str, Held]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._forms
+
+
+class _Mapped(_Lazy):
+    """Tensors of a mapped file. Reading what is no longer there would end the process (SIGBUS)."""
+
+    def __init__(self, forms: Mapping[str, Form], tensors: Mapping[str, Held], file: mmap.mmap):
+        super().__init__(forms)
+        self._tensors, self._file = tensors, file
+
+    def __getitem__(self, name: str) -> Held:
+        found = self._tensors[name]
+        if self._file.size() < len(self._file):  # `size` asks the system
+            raise UnsupportedError(
+                f"{name}: its file was cut off while it was read, from {len(self._file)} to {self._file.size()} bytes: "
+                "write a new file and rename it"
+            )
+        return found
 
 
 class _Joined(_Lazy):

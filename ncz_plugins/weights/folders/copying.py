@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,6 @@ from ...core.whole_files import replacing
 from .manifest import AGAIN, Stored
 
 _CHUNK_BYTES = 1 << 20  # of files that are read, and of pieces that are hashed at once
-_SYNC_BYTES = 64 << 20  # of a file: the disk begins to write them while the next ones are made
 _MAX_THREADS = 8  # that read files
 
 Progress = Callable[[int, int], object]
@@ -77,23 +76,21 @@ def chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def write(path: Path, pieces: Iterable[bytes], done: Done = NOBODY, max_bytes: int | None = None) -> Stored:
-    """Write a file. Returns what it holds.
-
-    While the next pieces are made, one thread hashes those before, and another one waits for the disk.
+    """Write a file. Returns what it holds. A thread hashes what was written while the next pieces are made.
 
     Raises FrameError if there are more than `max_bytes`, and OSError.
     """
     digest, nbytes = hashlib.sha256(), 0
-    with replacing(path) as file, _one_ahead() as hashing, _one_ahead() as syncing:
+    with replacing(path) as file, ThreadPoolExecutor(1) as thread:
+        hashing = thread.submit(_update, digest, [])
         for group in _grouped(pieces):
             size = sum(map(len, group))
             nbytes += size
             if max_bytes is not None and nbytes > max_bytes:
                 raise FrameError(f"has more than the {max_bytes} bytes that the manifest says: {AGAIN}")
-            hashing(_update, digest, group)
+            hashing.result()  # no more pieces are held than these and those before
+            hashing = thread.submit(_update, digest, group)
             file.writelines(group)
-            if nbytes // _SYNC_BYTES > (nbytes - size) // _SYNC_BYTES:
-                syncing(os.fsync, file.fileno())
             done.add(size)
     return Stored(bytes=nbytes, sha256=digest.hexdigest())
 
@@ -114,25 +111,6 @@ def _grouped(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
 def _update(digest: hashlib._Hash, group: list[bytes]) -> None:
     for piece in group:
         digest.update(piece)
-
-
-@contextmanager
-def _one_ahead() -> Iterator[Callable[..., None]]:
-    """Context manager that yields a function which calls another one in a thread, once the call before has ended.
-
-    At its end the last call has ended, too. Errors of calls are raised.
-    """
-    running: list[Future] = []
-
-    def call(function: Callable, *given: object) -> None:
-        for before in running:
-            before.result()
-        running[:] = [thread.submit(function, *given)]
-
-    with ThreadPoolExecutor(1) as thread:
-        yield call
-        for last in running:
-            last.result()
 
 
 # ------------------------------------------------------------------ errors

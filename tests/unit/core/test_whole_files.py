@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from ncz_plugins.core import whole_files
 from ncz_plugins.core.whole_files import open_to_append, replacing, require_writable, write_whole
 
 LARGE = bytes(range(256)) * 2048  # more than a pipe holds
@@ -46,6 +48,26 @@ def test_nothing_else_writes_files(file):
 
 
 # ------------------------------------------------------------------ plain files
+
+
+def test_a_disk_that_fails_while_a_file_is_written_is_told(tmp_path, monkeypatch):
+    """The system tells it once, to the thread that brings what was written to the disk."""
+    file, fsync, calls = tmp_path / "f", os.fsync, []
+    write_whole(file, b"old")
+
+    def fails_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    monkeypatch.setattr(whole_files, "_SYNC_BYTES", len(LARGE))
+    with pytest.raises(OSError, match="Input/output error"):
+        write_whole(file, [LARGE] * 3)
+    assert file.read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
+    write_whole(file, [LARGE] * 3)
+    assert file.read_bytes() == LARGE * 3
 
 
 def test_a_new_file_has_the_mode_of_the_umask_and_an_old_one_keeps_its_own(tmp_path):

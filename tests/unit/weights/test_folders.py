@@ -775,6 +775,30 @@ def test_a_patch_that_is_cut_off_while_it_is_applied_changes_nothing(published, 
     assert content(published / "into") == content(published / "step-6")
 
 
+@pytest.mark.parametrize("by", ["fetch", "publish"])
+def test_a_base_that_is_cut_off_while_it_is_read_ends_no_process(by, published, monkeypatch):
+    """A reader makes the version without it. A publisher says so."""
+    versions, base = published / "versions", published / "base"
+    fetch_version(versions, base, 5 if by == "fetch" else 6)
+    function = "apply_file_patch" if by == "fetch" else "make_file_patch"
+    call = getattr(patched, function)
+
+    def cut_off_and_call(*given):
+        for path in base.glob("*.safetensors"):
+            os.truncate(path, 50)
+        return call(*given)
+
+    monkeypatch.setattr(patched, function, cut_off_and_call)
+    if by == "fetch":
+        fetch_version(versions, published / "into", 6, base)
+        assert content(published / "into") == content(published / "step-6")
+        return
+    new = checkpoint(published / "step-7", weights(7), step=7)
+    with pytest.raises(FrameError, match="was cut off while it was read, from .* to 50 bytes: write a new file"):
+        publish_version(versions, new, base, whole_every=100)
+    assert not (versions / "00000007").exists()
+
+
 def row_of(path: Path) -> dict:
     """The row of a file that the base has, too."""
     data = path.read_bytes()
