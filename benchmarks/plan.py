@@ -76,7 +76,9 @@ _STEP_LINKS = {"ddp": ("200mbit", "1gbit"), "horovod": ("1gbit",), "deepspeed": 
 _PARAMETERS = 25_486_848  # of the GPT that `end_to_end` trains
 _LINK_SHARE = 0.956  # 1,448 of the 1,514 bytes of an Ethernet frame
 _SIMULATED_GBPS, _SIMULATED_LATENCY, _NODE = 10.0, 50e-6, 8
-_RACK, _MOST_RANKS, _MOST_RANKS_DIRECT = 32, 16384, 1024
+_RACK, _RANKS = 32, (2, 4, 8, 16, 64, 256, 1024, 4096, 16384)
+_SHOWN_RANKS = 64, 4096, 16384
+_MOST_UNEVEN_RANKS = {"direct": 1024, "ring": 4096, "plain": 4096}
 _COLORS = {"plain": "0.5", "ring": "tab:blue", "direct": "tab:red", "halving": "tab:purple", "hierarchy": "tab:green"}
 
 
@@ -370,17 +372,16 @@ class Case(NamedTuple):
         return self.slowest_gbps is self.late is self.oversubscription is None
 
     def ranks(self, schedule: str) -> list[int]:
-        """Numbers of ranks. In an uneven fleet a rank that sends to all takes memory for each of them."""
-        most = _MOST_RANKS_DIRECT if schedule == "direct" and not self.is_even else _MOST_RANKS
-        least = 2 * _NODE if schedule == "hierarchy" else 2
-        return [2**power for power in range(1, 30, 1 if self.is_even else 2) if least <= 2**power <= most]
+        """Numbers of ranks. In an uneven fleet every rank counts its own time, in each of its many messages."""
+        most = _RANKS[-1] if self.is_even else _MOST_UNEVEN_RANKS.get(schedule, _RANKS[-1])
+        return [ranks for ranks in _RANKS if (2 * _NODE if schedule == "hierarchy" else 2) <= ranks <= most]
 
 
 CASES = (
     Case("all alike", (64 << 10, MiB, 16 * MiB, 256 * MiB)),
     Case("one link a tenth as fast", (256 * MiB,), slowest_gbps=1.0),
     Case("one rank 0.1 s late", (MiB,), late=0.1),
-    Case(f"racks of {_RACK}, 4 x oversubscribed", (MiB, 256 * MiB), oversubscription=4.0),
+    Case("racks 4 x oversubscribed", (MiB, 256 * MiB), oversubscription=4.0),
 )
 
 
@@ -429,16 +430,15 @@ def _name(nbytes: int) -> str:
 
 
 def _table_of_ranks(found: list[dict[str, Any]]) -> str:
-    """Milliseconds by size and case, of each schedule with some numbers of ranks."""
-    seconds = {(each["case"], each["nbytes"], each["schedule"], each["ranks"]): each["seconds"] for each in found}
-    columns = [(ranks, schedule) for ranks in (64, 4096, 16384) for schedule in _COLORS]
-    lines = [f"| ms | {' | '.join(f'{schedule} {ranks:,}' for ranks, schedule in columns)} |"]
-    lines.append("|---" * (1 + len(columns)) + "|")
+    """Milliseconds of each schedule, by case, size and some numbers of ranks."""
+    seconds = {(each["case"], each["nbytes"], each["ranks"], each["schedule"]): each["seconds"] for each in found}
+    lines = [f"| | ranks | {' | '.join(_COLORS)} |", "|---" * (2 + len(_COLORS)) + "|"]
     for case in CASES:
         for nbytes in case.sizes:
-            cells = [seconds.get((case.name, nbytes, schedule, ranks)) for ranks, schedule in columns]
-            shown = ["" if each is None else f"{1e3 * each:,.0f}" for each in cells]
-            lines.append(f"| {_name(nbytes)}, {case.name} | {' | '.join(shown)} |")
+            for ranks in _SHOWN_RANKS:
+                cells = [seconds.get((case.name, nbytes, ranks, schedule)) for schedule in _COLORS]
+                shown = ["" if each is None else f"{1e3 * each:,.0f} ms" for each in cells]
+                lines.append(f"| {_name(nbytes)}, {case.name} | {ranks:,} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
