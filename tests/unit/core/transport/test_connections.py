@@ -414,7 +414,7 @@ def test_ranks_are_connected_with_those_that_they_exchange_frames_with(schedule)
 
     def body(transport):
         pairs = [((transport.rank + by) % n, (transport.rank - by) % n) for by in distances_of]
-        streams = [transport.streams([pair], 1, CAPACITY, Counters())[0] for pair in pairs]
+        streams = [transport.streams([pair], [1], CAPACITY, Counters())[0] for pair in pairs]
         frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         HEADER.pack_into(frame.numpy(), 0, MAGIC, *[0] * (len(HEADER.unpack(bytes(HEADER.size))) - 1))
         for stream in streams:
