@@ -25,9 +25,9 @@ from ncz_plugins.core.training.state import Training
 RANKS = (0, 1)
 
 
-def collectives(rank=0, **sections) -> Group:
+def collectives(rank=0, ranks=RANKS, **sections) -> Group:
     config = Config.load({"transport": {"min_bytes": 0}} | sections).resolved()
-    return Group(Training(config), config, RANKS, rank)
+    return Group(Training(config), config, ranks, rank)
 
 
 def summed(tensor: torch.Tensor, *names: str, op=dist.ReduceOp.SUM) -> Call:
@@ -172,7 +172,8 @@ def exchanged(transport, rows, dtype, monkeypatch, sections) -> tuple[torch.Tens
     sent = [values(source, sum(of_one)).to(dtype) for source, of_one in enumerate(rows)]
     exact = torch.cat([tensor.split(of_one)[rank] for tensor, of_one in zip(sent, rows)])
     pieces = Pieces(tuple(rows[rank]), tuple(of_one[rank] for of_one in rows), 1, rank)
-    chosen, parts = collectives(rank, **sections), [ParameterSlice(None, sum(rows[rank]))]
+    chosen = collectives(rank, range(len(rows)), **sections)
+    parts = [ParameterSlice(None, sum(rows[rank]))]
     request = Call("all_to_all_single", sent[rank], torch.empty_like(exact), parts=parts, pieces=pieces)
     decide(chosen, request)
     enter(chosen, request)
