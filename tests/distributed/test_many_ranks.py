@@ -12,6 +12,7 @@ from on_rank import attempt, digest, leave_alone, rank, values, world_size
 from scenarios import report, run_ranks
 
 from ncz_plugins import Communicator
+from ncz_plugins.core.schedules.halving import route_of, segments_for
 
 RANKS = 24
 LONG = 120.0  # the time-out of what must end before it
@@ -72,6 +73,10 @@ def run_calls_and_die() -> None:
     pieces = torch.empty(world_size * 1000)
     halving.all_to_all_single(pieces, torch.full((world_size * 1000,), float(rank)))
     assert (pieces.view(world_size, -1) - torch.arange(world_size)[:, None]).abs().max() <= BOUND
+    gathered = [torch.empty(ELEMENTS) for _ in range(world_size)] if rank == 0 else None
+    communicators["ring"].gather(values(rank, ELEMENTS), gathered, 0)
+    assert all((got - values(each, ELEMENTS)).abs().max() <= BOUND for each, got in enumerate(gathered or []))
+    found["connected by gather"] = communicators["ring"].transport._connections.frames.ranks
     if rank in (3, 14):
         sent = torch.full((ELEMENTS,), 7.0)
         halving.send(sent, 14) if rank == 3 else halving.recv(sent.zero_(), 3)
@@ -103,6 +108,12 @@ def test_all_have_the_same_sum_by_every_schedule(finished):
     assert all(each["error"] <= RANKS * BOUND for each in found)
 
 
+def peers_in_halving(number: int) -> set[int]:
+    """Ranks that exchange frames with a rank in `halving.all_reduce`."""
+    route = route_of(number, RANKS, segments_for(ELEMENTS, RANKS))
+    return {leg.peer for leg in route.sums} | {peer for peers in route.sources.values() for peer in peers}
+
+
 def test_a_rank_has_few_connections(finished):
     """Those of agreements from the start, with a socket to listen; those of a schedule with its first call."""
     rounds = math.ceil(math.log2(RANKS))
@@ -111,8 +122,10 @@ def test_a_rank_has_few_connections(finished):
         served = RANKS if number == 0 else 0  # of the store
         assert each["opening"] <= len(SUMS) * (2 * rounds + 1) + served
         assert each["ring"]["sockets"] == 2
-        assert each["halving"]["sockets"] <= 2 * rounds
+        assert each["halving"]["sockets"] == len(peers_in_halving(number))
         assert each["direct"]["sockets"] == RANKS - 1
+        of_gather = range(1, RANKS) if number == 0 else [0]
+        assert {*each["connected by gather"]} == {(number + 1) % RANKS, (number - 1) % RANKS, *of_gather} - {number}
 
 
 def test_ranks_that_differ_are_named(finished):

@@ -55,9 +55,12 @@ def exchange_heads(transport: Transport, codec: PiecesCodec, counters: Counters)
 
 def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) -> None:
     """Send every rank its piece, and write the pieces of all ranks to the output, frame by frame."""
-    n, rank = transport.world_size, transport.rank
-    peers = [(rank + i) % n for i in range(1, n)]
-    capacity, incoming = codec.frame_capacity, {peer: codec.frames_from(peer) for peer in peers}
+    # Connect at once with all ranks that send something or get something: one after the other they would wait in turns.
+    n, rank, outgoing = transport.world_size, transport.rank, codec.layout.lengths
+    others = [(rank + i) % n for i in range(1, n)]
+    incoming = {peer: codec.frames_from(peer) for peer in others}
+    peers, capacity = [peer for peer in others if incoming[peer] or outgoing[peer]], codec.frame_capacity
+    transport.connect(peers)
     streams = {peer: transport.streams([(peer, peer)], [1] * incoming[peer], capacity, counters)[0] for peer in peers}
     codec.copy_own(rank)
 
@@ -68,7 +71,7 @@ def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) 
                 streams[peer].send(frame)
 
     # They come in turns, too.
-    for index in range(max(incoming.values())):
+    for index in range(max(incoming.values(), default=0)):
         for peer, stream in streams.items():
             if index < incoming[peer]:
                 codec.decode(peer, index, stream.receive())

@@ -16,7 +16,7 @@ gloo.py, nccl.py and horovod/transport.py implement it. For all of them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -123,6 +123,10 @@ class FrameTransport(ABC):
 
     rank: int
     world_size: int
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Connect with ranks that this one is about to open streams with, one after the other. They do the same."""
+        return  # for transports whose ranks are connected, or connect when streams are opened
 
     @abstractmethod
     def streams(

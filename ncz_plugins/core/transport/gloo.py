@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,12 +54,16 @@ class GlooTransport(Transport):
         self.exchanges = None if connections.mesh is None else Exchanges(connections)
         self._buffers: list[Tensor] = []  # buffers of receives, kept for the next call: fresh memory takes time
 
+    def connect(self, peers: Iterable[int]) -> None:
+        if self._connections.frames is not None:
+            self._connections.frames.connect(peers)
+
     def streams(
         self, peers: list[tuple[int, int]], incoming: Sequence[int], frame_capacity: int, counters: Counters
     ) -> list[FrameStream]:
         mesh = self._connections.frames
         if mesh is not None:
-            mesh.connect(rank for pair in peers for rank in pair)
+            self.connect(rank for pair in peers for rank in pair)
             return [MeshStream(mesh, to, source, incoming, frame_capacity, counters) for to, source in peers]
         return [
             GlooStream(self._connections, self._buffers, to, source, incoming, frame_capacity, counters)

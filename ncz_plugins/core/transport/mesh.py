@@ -40,6 +40,7 @@ MOST_RANKS = 16  # more ranks are not all connected with each other: see `Sparse
 _LENGTH = struct.Struct("<q")  # of a message in bytes, before it
 _LAST_WORDS_SECONDS = 0.5  # for the words of a rank that has closed its connections; they were sent before
 _MOST_EXTRA_SECONDS = 10.0  # after a time-out, for the words of a rank that is only waiting itself
+_MOST_PARTS = 1024  # of a message that one system call sends: IOV_MAX
 _MAX_POLL_SECONDS = 3600.0  # poll(2) takes milliseconds in an int, and some time-outs are longer
 
 # MSG_EOR: nothing may be joined to the end of a message. Otherwise Linux may hold the end back until the bytes before
@@ -467,7 +468,7 @@ class Outgoing:
 
     def advance(self, to: socket.socket) -> None:
         """Send as much as the socket takes."""
-        _pass(self._left, to.sendmsg(self._left, [], _SEND_FLAGS))
+        _pass(self._left, to.sendmsg(self._left[:_MOST_PARTS], [], _SEND_FLAGS))
         if not self._left:
             self.ended = time.perf_counter()
 

@@ -38,6 +38,7 @@ from ..schedules.choice import schedule_for
 from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
+from ..transport.mesh import connects_all
 from ..transport.topology import Between, Nodes
 from .decisions import (
     MIN_CORES_FOR_TWO_THREADS,
@@ -145,7 +146,9 @@ class TorchRanks(Subject):
         self.world_size = len(ranks)
         self.exchanging = self._between_nodes.world_size
         default = schedule_for(self.exchanging, _MAX_BYTES)
-        self.schedules = sorted(("ring", "direct", "halving"), key=lambda name: name != default)
+        # Direct would connect all ranks with each other, for as long as they live.
+        names = ("ring", "direct", "halving") if connects_all(self.exchanging) else ("ring", "halving")
+        self.schedules = sorted(names, key=lambda name: name != default)
         own, n = self._between_nodes.rank, self.exchanging
         self.peers = [(peer, peer) for peer in range(n) if peer != own]
         if default == "halving":  # whose ranks are not connected with all others

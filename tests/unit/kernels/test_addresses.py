@@ -199,6 +199,7 @@ ASKS_FOR_ADDRESSES = {
     "kernels/cuda/arguments.py": {"value", "_packed"},  # of launches: see `require_on`
     # To compare addresses, which nobody follows.
     "kernels/cuda/frames.py": {"_where_words_are"},
+    "kernels/updates.py": {"_decode_sparse"},
     "core/codec/tensor_codec.py": {"decode"},
     "core/arguments.py": {"pieces_of", "pieces_of_lists"},
     "core/call.py": {"_one_behind_the_other"},

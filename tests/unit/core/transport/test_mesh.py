@@ -134,6 +134,18 @@ def test_what_is_to_leave_has_left_by_then_as_well():
     play(2, body)
 
 
+def test_a_message_may_have_more_parts_than_one_system_call_sends():
+    parts = tuple(bytes([number % 251]) for number in range(3000))
+
+    def body(rank, opened):
+        arrived = bytearray(len(parts))
+        messages = [opened.receive(1 - rank, 0, len(parts), memory=memoryview(arrived)), opened.send(1 - rank, parts)]
+        opened.finish(messages)
+        return bytes(arrived)
+
+    assert play(2, body) == [b"".join(parts)] * 2
+
+
 def test_a_message_that_waits_for_room_does_not_hold_up_an_exchange_before_it():
     """The peer looks at the large one only after something else that needs this rank."""
     large = bytes(32 << 20)
@@ -444,7 +456,7 @@ def test_frames_take_channels_in_turns_and_come_in_order(world_size, sizes, chan
     def body(rank, opened):
         to, source = (rank + 1) % world_size, (rank - 1) % world_size
         counters = Counters()
-        stream = MeshStream(opened, to, source, len(sizes), HEADER_BYTES + max(sizes), counters)
+        stream = MeshStream(opened, to, source, [1] * len(sizes), HEADER_BYTES + max(sizes), counters)
         for at, size in enumerate(sizes):
             stream.send(frame(rank, at, size))
         for at, size in enumerate(sizes):
