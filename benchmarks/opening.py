@@ -1,0 +1,136 @@
+"""What it takes to open communicators: many ranks on one machine, and many communicators over two.
+
+    .venv/bin/python -m benchmarks.opening [--ranks 16 64 256] [--communicators 100]
+
+Ranks are forks of this process, which has imported torch once, and meet at a TCPStore, without process groups of their
+own. Prints the tables of docs/results/planning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ncz_plugins import Communicator
+
+_SECONDS = 300
+_ELEMENTS = 1 << 18  # of the all_reduce: 1 MiB
+_CONFIG = {"transport": {"min_bytes": 0, "timeout_seconds": _SECONDS, "link_gbps": 1, "hierarchy": "off"}}
+
+
+class Group(dist.ProcessGroup):
+    """The process group of a rank without connections of its own."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "none"
+
+
+class Used(NamedTuple):
+    """What a process has: open descriptors, threads, and MB of memory that it shares with no other one."""
+
+    descriptors: int
+    threads: int
+    megabytes: float
+
+    @classmethod
+    def now(cls) -> Used:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        [dirty] = [line for line in lines if line.startswith("Private_Dirty")]
+        count = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        return cls(*count, int(dirty.split()[1]) / 1024)
+
+    def since(self, before: Used) -> Used:
+        return Used(*(now - then for now, then in zip(self, before)))
+
+
+def open_and_call(rank: int, ranks: int, communicators: int, port: int) -> dict[str, float]:
+    """Open communicators on this rank, each of which makes two calls. Returns seconds, and what it has taken."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=_SECONDS), wait_for_workers=False)
+    before, started = Used.now(), time.perf_counter()
+    opened = [
+        Communicator(_CONFIG, Group(rank, ranks), store=dist.PrefixStore(f"{number}", store))
+        for number in range(communicators)
+    ]
+    seconds, at_first = time.perf_counter() - started, Used.now().since(before)
+    calls = []
+    for _ in range(2):
+        for each in opened:
+            started = time.perf_counter()
+            each.all_reduce(torch.full((_ELEMENTS,), float(rank)))
+            calls.append(time.perf_counter() - started)
+    used = Used.now().since(before)
+    first, second = calls[: len(opened)], calls[len(opened) :]
+    found = {"open": seconds, "first call": median(first), "second call": median(second)}
+    found |= {"descriptors at first": at_first.descriptors, **used._asdict()}
+    # Rank 0 serves the store until the last rank is done.
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < ranks:
+        time.sleep(0.1)
+    return found
+
+
+def measured(ranks: int, communicators: int) -> list[dict[str, float]]:
+    """What each rank found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                found = open_and_call(rank, ranks, communicators, port)
+                Path(folder, f"{rank}").write_text(json.dumps(found))
+                os._exit(0)
+            children.append(child)
+        if any([os.waitpid(child, 0)[1] for child in children]):
+            sys.exit("a rank failed: see above")
+        return [json.loads(Path(folder, f"{rank}").read_text()) for rank in range(ranks)]
+
+
+def row(ranks: int, communicators: int) -> str:
+    """A row of the table: seconds of the slowest rank, and medians of what ranks take, as rank 0 serves a store, too."""
+    found = measured(ranks, communicators)
+    slowest = [max(each[name] for each in found) for name in ("open", "first call", "second call")]
+    names = ("descriptors at first", "descriptors", "threads", "megabytes")
+    usual = [median(each[name] for each in found) for name in names]
+    cells = [f"{ranks}", f"{communicators}", *(f"{each:.2g}" for each in slowest), *(f"{each:.0f}" for each in usual)]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--communicators", type=int, default=100, help="over two ranks")
+    arguments = parser.parse_args()
+    print("| ranks | communicators | s to open | first call | second | descriptors | with calls | threads | MB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for ranks, communicators in [*((ranks, 1) for ranks in arguments.ranks), (2, arguments.communicators)]:
+        print(row(ranks, communicators), flush=True)
+
+
+if __name__ == "__main__":
+    main()
