@@ -112,7 +112,7 @@ def measured(ranks: int, communicators: int) -> list[dict[str, float]]:
 
 
 def row(ranks: int, communicators: int) -> str:
-    """A row of the table: seconds of the slowest rank, and medians of what ranks take, as rank 0 also serves a store."""
+    """A row of the table: seconds of the slowest rank, and medians of what ranks take. Rank 0 serves a store."""
     found = measured(ranks, communicators)
     slowest = [max(each[name] for each in found) for name in ("open", "first call", "second call")]
     names = ("descriptors at first", "descriptors", "threads", "megabytes")

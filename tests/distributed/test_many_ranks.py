@@ -14,7 +14,7 @@ from scenarios import report, run_ranks
 from ncz_plugins import Communicator
 from ncz_plugins.core.schedules.halving import route_of, segments_for
 
-RANKS = 24
+RANKS = 64
 LONG = 120.0  # the time-out of what must end before it
 SOON = 60.0
 ELEMENTS = 20_011
