@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .. import kernels
 from ..core.errors import FrameError, MismatchError, PartlyAppliedError, UnsupportedError
@@ -30,6 +31,7 @@ from .tensors import Form, Held, TensorPart, are_on_host, flat, held_in, new_ten
 from .threads import in_order
 
 _ZLIB = 0x78  # first byte of what zlib packed; that of an update is 4E
+_NUMPY_DIMENSIONS = 32  # that every version of numpy takes
 
 _Made = TypeVar("_Made", Tensor, Held)
 
@@ -160,11 +162,14 @@ class StagedPatch:
 
 def _copy(values: Tensor, into: Tensor) -> None:
     """Copy by this thread alone. Torch would take all of its threads, and on busy cores wait for the last of them."""
-    if not into.is_cpu:
+    if not into.is_cpu or into.dim() > _NUMPY_DIMENSIONS:
         into.copy_(values)
         return
     bits = INTEGERS[into.itemsize]  # numpy lacks some dtypes
     np.copyto(into.view(bits).numpy(), values.view(bits).numpy())
+    # A backward pass that needs the old values must fail. Tensors of inference mode have no backward pass.
+    if not into.is_inference():
+        increment_version(into)
 
 
 # ------------------------------------------------------------------ what patches hold

@@ -224,6 +224,8 @@ def _held(name: str, value: object, to_write: bool) -> Held | None:
     part = _part_of(name, value)
     tensor = part.tensor
     require_held(name, tensor)
+    if to_write:
+        _require_apart(name, tensor)
     if _knows_its_part(value) and not tensor.numel() and math.prod(part.shape):
         return None
     # The form of the whole. An element of float4_e2m1fn_x2 is a pair of F4.
@@ -264,6 +266,18 @@ def _part_of(name: str, value: object) -> TensorPart:
         f"{name}: a part of shape {list(getattr(value.tensor, 'shape', ()))} at {list(value.offsets)} does not lie "
         f"in a tensor of shape {list(value.shape)}"
     )
+
+
+def _require_apart(name: str, tensor: Tensor) -> None:
+    """Raise UnsupportedError if elements of a tensor may share memory, as those of `Tensor.expand` do."""
+    span = 1  # from the first element to behind the last one, of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride < span and tensor.numel():
+            raise UnsupportedError(
+                f"{name}: elements of strides {list(tensor.stride())} share memory and can't be written to: pass a "
+                "contiguous tensor"
+            )
+        span += (size - 1) * stride
 
 
 def _as_coded(name: str, tensor: Tensor, coded: torch.dtype, to_write: bool) -> Tensor:

@@ -281,6 +281,39 @@ def test_views_that_can_not_be_written_are_refused():
         stage_patch(make_patch(old), {"c": old["c"].conj()})
 
 
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (1, 1), (3, 1)], ids=str)
+def test_elements_that_share_memory_are_not_written_to(strides):
+    new, memory = {"w": torch.arange(12.0).view(3, 4)}, torch.zeros(20)
+    with pytest.raises(UnsupportedError, match=r"w: elements of strides .* share memory .*: pass a contiguous tensor"):
+        stage_patch(make_patch(new), {"w": memory.as_strided((3, 4), strides)})
+    for strides in ((4, 1), (5, 1), (1, 3), (2, 6)):  # side by side, with gaps, transposed, both
+        weights = {"w": torch.zeros(30).as_strided((3, 4), strides)}
+        stage_patch(make_patch(new), weights).apply()
+        assert torch.equal(weights["w"], new["w"])
+
+
+def test_a_backward_pass_that_needs_the_old_values_fails():
+    """As after any other write in place. Tensors of inference mode are written to all the same."""
+    weight, x = torch.nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
+    total = (weight * x).sum()
+    patch = make_patch({"w": torch.full((4,), 5.0)})
+    stage_patch(patch, {"w": weight}).apply()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    with torch.inference_mode():
+        other = torch.ones(4)
+    stage_patch(patch, {"w": other}).apply()
+    assert weight.tolist() == other.tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("dimensions", [33, 65, 255])
+def test_more_dimensions_than_numpy_has_are_written(dimensions):
+    new = {"w": torch.arange(3.0).view([1] * (dimensions - 1) + [3])}
+    weights = {"w": torch.zeros_like(new["w"])}
+    stage_patch(make_patch(new), weights).apply()
+    assert torch.equal(weights["w"], new["w"])
+
+
 def test_a_failure_in_the_middle_says_what_is_new():
     old = {name: tensor((12, 8), torch.float32, number) for number, name in enumerate("abc")}
     new = {name: next_floats(x) for name, x in old.items()}
