@@ -390,25 +390,27 @@ def values_of(
 ) -> Iterator[Tensor]:
     """The elements of tensors of a version, 1-D: one tensor after the other, up to a frame at a time.
 
-    Takes a few frames of memory for each thread. Raises FrameError and MismatchError.
+    Takes a few frames of memory for each thread, besides the tensors of `base` and `made`. Those are asked for one at a
+    time, and held until their last frame was taken. Raises FrameError and MismatchError.
 
     Args:
-        base: tensors of the base. Each is asked for when its turn comes.
+        base: tensors of the base.
         made: tensors of the version. Asked for those that are the base's, or of which ranks published parts.
     """
-    return in_order(_value, _steps(version, names, base, made), lambda step: step.box.numel)
+    return in_order(_value, _steps(version, names, base, made), _elements)
 
 
 def _steps(
     version: Version, names: Iterable[str], base: Mapping[str, Held], made: Mapping[str, Held]
-) -> Iterator[_Piece | Held]:
-    """Frames to decode, and tensors that are there."""
+) -> Iterator[_Piece]:
+    """The frames of tensors, to decode or to take from tensors that are there."""
     for name in names:
         sources = version.parts.get(name, [])
         # Frames of a part lie one behind the other in the part alone.
         is_one = len(sources) == 1 and sources[0].box == Box.whole(sources[0].form.sizes)
         if not is_one:
-            yield made[name]
+            held = made[name]
+            yield from (_Piece(name, None, box, b"", 0, held, box) for box in frames_of(held.box))
             continue
         form, box = sources[0].form, sources[0].box
         older = base[name] if name in base and not version.is_whole else None
@@ -418,10 +420,8 @@ def _steps(
         yield from _pieces_of(version, name, older)
 
 
-def _value(step: _Piece | Held) -> Tensor:
-    if isinstance(step, Held):
-        return flat(step.data.contiguous())
-    return flat(_decode(step)) if step.frame else step.target.on_host(step.box)
+def _value(piece: _Piece) -> Tensor:
+    return flat(_decode(piece)) if piece.frame else piece.target.on_host(piece.box)
 
 
 def _covered(sources: list[Source]) -> int:
@@ -481,7 +481,7 @@ class _Piece(NamedTuple):
     """A frame, and the tensor that it changes.
 
     Attributes:
-        name, source: of the tensor.
+        name, source: of the tensor. `source` None: no patch has the frame.
         box: the frame's elements.
         frame: its bytes; none: the elements are those of the base.
         digest: checksum of the new elements.
@@ -491,9 +491,9 @@ class _Piece(NamedTuple):
     """
 
     name: str
-    source: Source
+    source: Source | None
     box: Box
-    frame: memoryview
+    frame: memoryview | bytes
     digest: int
     target: Held
     overlap: Box

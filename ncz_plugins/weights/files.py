@@ -2,7 +2,7 @@
 
 A file is 8 bytes, the size of the header; the header, which is JSON; and the bytes of all tensors, without gaps. Bytes
 are never converted to tensors of torch, so files may have dtypes that torch lacks. Files are mapped into memory, and
-tensors that a patch makes are made one at a time, when they are written.
+tensors that a patch makes are made when they are written: frame by frame, or one at a time if they are made of parts.
 """
 
 from __future__ import annotations

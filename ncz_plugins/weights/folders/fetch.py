@@ -26,7 +26,7 @@ def fetch_version(
     """Make the checkpoint of a version, to the bit. Returns the number of the version.
 
     `into` appears complete, by a rename. Every file is compared with its SHA-256. Takes memory for the patches of one
-    of the checkpoint's files, and for a few tensors.
+    of the checkpoint's files, for up to three of its tensors, and for a few frames for each thread of torch.
 
     Args:
         folder: where versions are.

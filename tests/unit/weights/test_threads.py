@@ -2,12 +2,15 @@
 
 import os
 import threading
+import weakref
 
 import pytest
 import torch
 
 from ncz_plugins import MismatchError, PartlyAppliedError, apply_patch, make_patch, stage_patch
 from ncz_plugins.weights import boxes, threads
+from ncz_plugins.weights.apply import read_patches, values_of
+from ncz_plugins.weights.tensors import held_in
 from ncz_plugins.weights.threads import in_order
 
 
@@ -85,6 +88,34 @@ def test_bytes_do_not_depend_on_threads(count):
         weights = {name: x.clone() for name, x in old.items()}
         stage_patch(patch, weights, decoded).apply()
         assert same(weights, new)
+
+
+class Made(dict):
+    """Tensors that are made anew each time, and counted while somebody holds their memory."""
+
+    live = most = 0
+
+    def __getitem__(self, name: str):
+        held = super().__getitem__(name)
+        memory = held.data.numpy().copy()
+        self.live, self.most = self.live + 1, max(self.most, self.live + 1)
+        weakref.finalize(memory, self._freed)
+        return held._replace(data=torch.from_numpy(memory))
+
+    def _freed(self) -> None:
+        self.live -= 1
+
+
+def test_tensors_that_did_not_change_are_read_in_frames_and_a_few_of_them_are_there(count):
+    """One that is made while frames of the one before wait, and one whose last frame was just taken."""
+    old = {f"w{number}": torch.full((40, 50), float(number)) for number in range(8)}
+    held = held_in(old, "old")
+    made, version = Made(held), read_patches(make_patch({"other": torch.ones(9)} | old, old))
+    values = []
+    for x in values_of(version, old, held, made):
+        assert x.numel() <= 64
+        values.append(x.clone())
+    assert torch.equal(torch.cat(values), torch.cat([x.view(-1) for x in old.values()])) and made.most <= 3
 
 
 def test_errors_name_their_tensor(count):
