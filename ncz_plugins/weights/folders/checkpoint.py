@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...core.errors import FrameError, MismatchError, UnsupportedError
-from .copying import naming_files, reading_threads, stored_at
+from .copying import Readers, naming_files
 from .manifest import INDEX, MANIFEST, NAME, SUFFIXES, WEIGHTS, read_manifest, require_index
 
 
@@ -37,8 +37,8 @@ def states_of(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int]]:
 def hashed(checkpoint: Path) -> dict[str, Path]:
     """The files of a checkpoint by SHA-256. Raises UnsupportedError."""
     paths = list(files_of(checkpoint).values())
-    with naming_files(checkpoint), reading_threads() as threads:
-        return {stored.sha256: path for path, stored in zip(paths, threads.map(stored_at, paths))}
+    with naming_files(checkpoint), Readers() as readers:
+        return {stored.sha256: path for path, stored in zip(paths, readers.stored(paths))}
 
 
 def held(checkpoint: Path, key: bytes | None) -> dict[str, Path]:

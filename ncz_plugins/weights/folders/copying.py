@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import BinaryIO
 
 from ...core.errors import FrameError, MismatchError, UnsupportedError
@@ -41,35 +41,62 @@ NOBODY = Done(None, 0)
 # ------------------------------------------------------------------ reading
 
 
-@contextmanager
-def reading_threads() -> Iterator[ThreadPoolExecutor]:
-    """Context manager that yields a thread for each core, to hash files. Files that wait are dropped at its end."""
-    pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "ncz-files")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
-def stored_in(file: BinaryIO, done: Done = NOBODY) -> Stored:
-    """Size and SHA-256 of the rest of an open file."""
+class Readers:
+    """Context manager: a thread for each core, to hash files. At its end they stop, also in the middle of a file."""
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "ncz-files")
+        self._stop = Event()
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def stored(
+        self, paths: Iterable[Path], done: Done = NOBODY, opened: Callable[[Path], BinaryIO] = _opened
+    ) -> Iterator[Stored]:
+        """Size and SHA-256 of files, which `opened` opens. Raises what it raises, and OSError."""
+        return self._pool.map(lambda path: self._stored(opened(path), done), paths)
+
+    def _stored(self, file: BinaryIO, done: Done) -> Stored:
+        with file:
+            return stored_in(file, done, self._stop)
+
+
+def stored_in(file: BinaryIO, done: Done = NOBODY, stop: Event | None = None) -> Stored:
+    """Size and SHA-256 of the rest of an open file. Raises OSError, and CancelledError once `stop` is set."""
     digest, nbytes, buffer = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-        nbytes += count
-        done.add(count)
+    with _naming_source(file):
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            nbytes += count
+            done.add(count)
+            if stop is not None and stop.is_set():
+                raise CancelledError
     return Stored(bytes=nbytes, sha256=digest.hexdigest())
 
 
-def stored_at(path: Path, done: Done = NOBODY) -> Stored:
-    """Size and SHA-256 of a file. Raises OSError."""
-    with path.open("rb") as file:
-        return stored_in(file, done)
-
-
 def chunks(file: BinaryIO) -> Iterator[bytes]:
-    """The rest of an open file."""
-    return iter(lambda: file.read(_CHUNK_BYTES), b"")
+    """The rest of an open file. Raises OSError."""
+    with _naming_source(file):
+        yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
+
+
+@contextmanager
+def _naming_source(file: BinaryIO) -> Iterator[None]:
+    """Have errors name the file that is read. By itself the system names files only when they are opened."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(file.name)
+        raise
 
 
 # ------------------------------------------------------------------ writing

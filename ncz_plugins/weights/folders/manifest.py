@@ -154,7 +154,8 @@ def open_stored(path: Path, stored: Stored | None = None) -> BinaryIO:
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            file = open(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory), "rb")
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = open(path, "rb", opener=lambda *_: os.open(path.name, flags, dir_fd=directory))
         finally:
             os.close(directory)
     except OSError as error:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ...core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
 from ...core.whole_files import new_folder
 from ..keys import require_key
-from .checkpoint import files_of, hashed, states_of
-from .copying import Done, Progress, chunks, naming_files, reading_threads, stored_at, write
+from .checkpoint import files_of, states_of
+from .copying import Done, Progress, Readers, chunks, naming_files, write
 from .manifest import MAX_NUMBER, PATCH, WEIGHTS, Manifest, Row, Stored, numbers_in, write_manifest
 from .versions import MAX_CHAIN, Versions
 
@@ -115,12 +115,13 @@ def _changes(
     sources: list[Path], base: str | os.PathLike | None, versions: Versions, older: Manifest, into: Path, done: Done
 ) -> dict[str, Row]:
     """Store files as changes of the version `older`. Returns their rows of the manifest."""
-    with reading_threads() as threads:
-        hashing = threads.map(stored_at, sources, [done] * len(sources))
-        holding = threads.submit(lambda: {} if base is None else hashed(Path(base)))
+    before = [] if base is None else list(files_of(Path(base)).values())
+    with Readers() as readers:
+        hashing_before, hashing = readers.stored(before), readers.stored(sources, done)
         from .patched import PatchMaker  # torch takes a second and a half, in which threads hash
 
-        maker = PatchMaker(versions.holding(holding.result()), older)
+        held = {stored.sha256: path for path, stored in zip(before, hashing_before)}
+        maker = PatchMaker(versions.holding(held), older)
         return {path.name: _change(path, new, maker, older, into, done) for path, new in zip(sources, hashing)}
 
 

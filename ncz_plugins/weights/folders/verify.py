@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...core.errors import FrameError, MismatchError
 from ..keys import require_key
-from .copying import Done, Progress, reading_threads, stored_in
+from .copying import Done, Progress, Readers
 from .manifest import MANIFEST, PATCH, Manifest, Stored, numbers_in, open_stored, read_manifest, require
 from .versions import Versions
 
@@ -60,13 +60,10 @@ def verify_versions(folder: str | os.PathLike, progress: Progress | None = None,
         raise MismatchError(f"{folder}: holds no version: publish_version, or `ncz patch make`, adds one")
     done = Done(progress, sum(stored.bytes for stored in found.values()))
 
-    def read(path: Path, stored: Stored) -> Stored:
-        with open_stored(path, stored) as file:
-            return stored_in(file, done)
-
-    with reading_threads() as threads:
-        for (path, stored), held in zip(found.items(), threads.map(read, found.keys(), found.values())):
-            require(path, held, stored)
+    with Readers() as readers:
+        held = readers.stored(found, done, lambda path: open_stored(path, found[path]))
+        for (path, stored), each in zip(found.items(), held):
+            require(path, each, stored)
     return numbers
 
 

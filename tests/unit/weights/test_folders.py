@@ -514,6 +514,54 @@ def test_a_full_disk_is_said_of_the_folder_that_is_written(published, full_disk)
             call(published / folder)
 
 
+def test_a_file_that_can_not_be_read_is_named(published):
+    """Reading at 0 of a process's memory is an error of the system, which names no file."""
+    new, versions, reading = published / "step-7", published / "versions", ": Input/output error"
+    checkpoint(new, weights(7), step=7)
+    (new / "vocab.json").symlink_to("/proc/self/mem")
+    for call in (
+        lambda: publish_version(published / "new", new),
+        lambda: publish_version(versions, new),
+        lambda: publish_version(versions, published / "step-6", base=new),
+        lambda: fetch_version(versions, published / "into", base=new),
+    ):
+        with pytest.raises(UnsupportedError, match=f"^{new / 'vocab.json'}{reading}"):
+            call()
+
+
+INTERRUPTED = """
+import sys
+from ncz_plugins import verify_versions
+
+def say(done, of):
+    if done == 1 << 20:
+        print("reading", flush=True)
+
+verify_versions(sys.argv[1], progress=say)
+"""
+
+
+@pytest.mark.processes
+def test_an_interrupt_does_not_wait_for_the_end_of_a_file(tmp_path):
+    """The file has holes only, and would be read for a quarter of an hour."""
+    directory, nbytes = tmp_path / "00000001", 1 << 40
+    directory.mkdir()
+    (directory / "model.safetensors").touch()
+    os.truncate(directory / "model.safetensors", nbytes)
+    row = {"bytes": nbytes, "sha256": "0" * 64, "stored": "file"}
+    manifest = {"format": 1, "version": 1, "base": None, "files": {"model.safetensors": row}}
+    (directory / "version.json").write_text(json.dumps(manifest))
+    reader = subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path], stdout=-1, stderr=-1, text=True)
+    try:
+        assert reader.stdout.readline() == "reading\n"
+        reader.send_signal(signal.SIGINT)
+        _, error = reader.communicate(timeout=30)
+    finally:
+        reader.kill()
+        reader.wait()
+    assert error.splitlines()[-1] == "KeyboardInterrupt", error
+
+
 # ------------------------------------------------------------------ damage and forgery
 
 
