@@ -1,8 +1,9 @@
 """Frames of rare changes: the SPARSE frames of docs/reference/wire-format.md, which consist of two frames of codes.
 
 A SPARSE frame holds where codes are not 0, and those codes. Writing and reading one touches little else, so that where
-few elements change it takes less time than a coder of all codes, and fewer bytes: RANS takes 20 for each page of 16,384
-codes. For host memory; shapes are those of backend.py.
+few elements change it takes less time than RANS of all codes, and fewer bytes: RANS takes 20 for each page of 16,384
+codes. FIXED takes more bytes and less time, so that on fast links SPARSE does not pay. For host memory; shapes are
+those of backend.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from .lossless import check_header, next_frame
 from .scratch import Scratch
 
 _LEAST_CODES = CHUNK  # of a frame: in shorter ones two more headers are too many
-_MAX_SHARE = 1 / 8  # of codes that are not 0; with more, coders of all codes take less time
+# Most codes that are not 0, for links of this many picoseconds per byte and more: up to 160 Mbit/s, and 1.6 Gbit/s,
+# so that 1 Gbit/s is among them. On faster links coders of all codes take less time.
+_MAX_SHARES = ((50_000, 1 / 8), (5_000, 1 / 32))
 
 _scratch = Scratch()
 
@@ -27,10 +30,11 @@ def encode_sparse(backend: Backend, codes: Tensor, coding: Coding, frame: Tensor
 
     `frame` is uint8, at least `max_frame_bytes` of all codes long.
     """
-    if coding.coder != Coder.AUTO or not codes.is_cpu or codes.numel() < _LEAST_CODES:
+    max_share = next((share for link, share in _MAX_SHARES if coding.costs.link >= link), 0)
+    if coding.coder != Coder.AUTO or not max_share or not codes.is_cpu or codes.numel() < _LEAST_CODES:
         return 0
     is_change = codes.numpy() != 0
-    if not 0 < np.count_nonzero(is_change) <= _MAX_SHARE * codes.numel():
+    if not 0 < np.count_nonzero(is_change) <= max_share * codes.numel():
         return 0
     places = np.flatnonzero(is_change)  # of bool it takes a tenth of the time
     gaps = np.diff(places, prepend=-1) - 1

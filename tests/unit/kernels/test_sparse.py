@@ -18,13 +18,14 @@ from ncz_plugins.kernels.format import (
     Coding,
     DamagedFrame,
     Predictor,
+    SelectorCosts,
     max_frame_bytes,
 )
 from ncz_plugins.kernels.updates import decode_update, encode_update, max_update_bytes
 
 COUNT = 3 * CHUNK + 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-AUTO = Coding()
+AUTO = Coding(costs=SelectorCosts(link=80_000))  # 100 Mbit/s, as for patches
 BACKEND = kernels.cpu_backend()
 
 
@@ -81,8 +82,8 @@ def test_every_bit_comes_back(backend, dtype, places):
 
 def test_backends_read_the_frames_of_each_other(any_backend):
     base, x = versions(torch.bfloat16, range(5, COUNT, 37), 3)
-    frame = encoded(kernels.load("reference"), x, base, Coding(costs=any_backend.costs))
-    assert torch.equal(frame, encoded(any_backend, x, base))
+    frame = encoded(kernels.load("reference"), x, base, coding := Coding(costs=any_backend.costs))
+    assert torch.equal(frame, encoded(any_backend, x, base, coding))
     out = base.clone()
     decode_update(any_backend, frame, out, out)
     assert torch.equal(bits(out), bits(x))
@@ -99,6 +100,14 @@ def test_where_it_would_not_pay_all_codes_are_coded(backend, case):
     places = {"none": [], "many": range(0, COUNT, 5), "short": [3]}[case]
     base, x = versions(torch.bfloat16, list(places), 1, CHUNK - 1 if case == "short" else COUNT)
     assert encoded(backend, x, base)[5] != Coder.SPARSE
+
+
+@pytest.mark.parametrize("every", [9, 25, 40, 1000])
+@pytest.mark.parametrize("link, least", [(80, None), (800, None), (4_999, None), (8_000, 32), (80_000, 8)])
+def test_the_link_says_whether_fewer_bytes_pay(backend, link, least, every):
+    base, x = versions(torch.bfloat16, range(5, COUNT, every))
+    coder = encoded(backend, x, base, Coding(costs=backend.costs._replace(link=link)))[5]
+    assert (coder == Coder.SPARSE) == (least is not None and every > least)
 
 
 def test_the_frame_is_as_the_specification_says():
