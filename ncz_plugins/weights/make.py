@@ -71,12 +71,17 @@ def make_patch(
     Raises PatchKeyError for a key that is too short, and UnsupportedError, saying what to do, for anything but a
     mapping of names to dense tensors, for quantized tensors, and for a number out of range.
     """
-    if number is not None and (type(number) is not int or not 0 <= number < MAX_SIZE):
-        raise UnsupportedError(f"number must be an integer from 0 to {MAX_SIZE - 1}, such as the step, got {number!r}")
+    require_number(number)
     published = published_in(new, "new")
     rank, ranks = rank_among(new, group)
     older = None if base is None else published_in(base, "base")
     return make_patch_of(published, older, rank, ranks, key=key, number=number)
+
+
+def require_number(number: int | None) -> None:
+    """Raise UnsupportedError unless this can be the number of a version, or is None."""
+    if number is not None and (type(number) is not int or not 0 <= number < MAX_SIZE):
+        raise UnsupportedError(f"number must be an integer from 0 to {MAX_SIZE - 1}, such as the step, got {number!r}")
 
 
 def rank_among(state: Mapping[str, Tensor | TensorPart], group: dist.ProcessGroup | None) -> tuple[int, int]:

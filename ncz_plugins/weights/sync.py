@@ -19,7 +19,7 @@ from ..core.transport.base import peer_errors
 from ..core.transport.groups import require_group
 from .apply import apply_patch, require_no_base
 from .keys import require_key
-from .make import Snapshot, identity_of, patch_between, rank_among
+from .make import Snapshot, identity_of, patch_between, rank_among, require_number
 from .tensors import Held, TensorPart, held_copy, held_in, is_sharded, published_in
 
 # What ranks send in place of numbers from 0 on.
@@ -33,8 +33,9 @@ class WeightPublisher:
     """The trainer's side: keeps the newest versions of a state dict, and makes patches from any of them to the newest.
 
     With DTensors every rank has a publisher, which keeps its own shards and makes patches of them. A version is then
-    the patches of all ranks, and each rank has identities of its own. Ranks count their calls of `publish`, so that
-    readers refuse patches of different versions: all ranks make their publishers, and publish, equally often.
+    the patches of all ranks, and each rank has identities of its own. Readers refuse patches with different numbers of
+    `publish`. Without numbers ranks count its calls: all ranks make their publishers, and publish, equally often. They
+    count from 1 in each run, so patches of a run before may have the same numbers: pass the step.
 
     Args:
         keep: number of versions to keep, the newest one included. With 2, a worker that is one version behind gets
@@ -61,21 +62,29 @@ class WeightPublisher:
         self.version = 0
         self._keep, self._group, self._key = keep, group, key
         self._calls = 0  # of publish, those that raised included: the same on all ranks
-        self._number = 0  # of the call that published the newest version
+        self._number: int | None = None  # that patches of the newest version have
         self._place = 0, 1  # number of this rank, and of ranks that publish together
         self._kept: dict[int, Snapshot] = {}  # versions by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
         if base is not None:
             self._keep_newest(base)
 
-    def publish(self, state: Mapping[str, Tensor | TensorPart]) -> int:
-        """Copy `state` as the newest version. Returns the number of the version, from 1.
+    def publish(self, state: Mapping[str, Tensor | TensorPart], number: int | None = None) -> int:
+        """Copy `state` as the newest version. Returns how many versions were published, this one included.
+
+        Args:
+            state: see `make_patch`.
+            number: see `make_patch`, such as the training's step. None: if several ranks publish, the number of this
+                call, from 1.
 
         Raises UnsupportedError as `make_patch` does; the version published before then remains the newest.
         """
         self._calls += 1
+        require_number(number)
         self._keep_newest(state)
-        self.version, self._number = self.version + 1, self._calls
+        self.version, self._number = self.version + 1, number
+        if number is None and self._place[1] > 1:
+            self._number = self._calls
         return self.version
 
     def _keep_newest(self, state: Mapping[str, Tensor | TensorPart]) -> None:
@@ -108,9 +117,8 @@ class WeightPublisher:
         base = base if base in self._kept else None
         if base not in self._made:
             older = None if base is None else self._kept[base]
-            number = self._number if self._place[1] > 1 else None
             newest = self._kept[self.identity]
-            self._made[base] = patch_between(newest, older, *self._place, key=self._key, number=number)
+            self._made[base] = patch_between(newest, older, *self._place, key=self._key, number=self._number)
         return self._made[base]
 
 

@@ -181,3 +181,16 @@ def test_a_rank_that_could_not_publish_is_noticed_and_all_go_on(group):
     for number in (0, 2):
         assert apply_patch(found[number]).keys() == made.state_dict().keys()
     raises(MismatchError, lambda: apply_patch(found[1]), "versions 2 (rank 0) and 1 (rank 1)")
+
+
+@ranks(2)
+def test_patches_of_a_run_before_are_told_apart_by_the_step(group):
+    """Both runs publish once, so that calls have the same number."""
+    state, runs = fully_shard(model()).state_dict(), []
+    for step in (10, 20):
+        publisher, patches = WeightPublisher(), [None, None]
+        publisher.publish(state, number=step)
+        dist.all_gather_object(patches, publisher.patch())
+        runs.append(patches)
+    assert apply_patch(runs[1]).keys() == state.keys()
+    raises(MismatchError, lambda: apply_patch([runs[1][0], runs[0][1]]), "versions 20 (rank 0) and 10 (rank 1)")

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber, WeightSync
+from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber, WeightSync, apply_patch
 from ncz_plugins.weights import make
+from ncz_plugins.weights.apply import read_patch
 from ncz_plugins.weights.make import make_patch_of
 from ncz_plugins.weights.tensors import held_in
 
@@ -31,6 +32,16 @@ def test_a_worker_follows():
         sizes.append(len(patch))
         assert same(worker.apply(patch), state) and worker.identity == publisher.identity
     assert max(sizes[1:]) < 0.4 * sizes[0]
+
+
+def test_a_version_has_the_number_that_is_given():
+    publisher, [first, second] = WeightPublisher(), versions(2)
+    for number, state in ((None, first), (700, second), (None, first)):
+        publisher.publish(state, number)
+        assert read_patch(publisher.patch())[0].number == number
+    with pytest.raises(UnsupportedError, match="number must be an integer from 0 to"):
+        publisher.publish(second, -1)
+    assert publisher.version == 3 and same(apply_patch(publisher.patch()), first)
 
 
 def test_a_worker_that_missed_versions_gets_one_patch_or_all():
