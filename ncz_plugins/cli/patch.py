@@ -209,10 +209,7 @@ def _key(options: argparse.Namespace) -> bytes | None:
         return None
     from ..weights.keys import read_key
 
-    try:
-        return read_key(_path(options.key_file))
-    except PatchKeyError as error:
-        raise PatchKeyError(f"{error} (--key-file)") from None
+    return read_key(_path(options.key_file), "--key-file")
 
 
 def _content(file: str) -> bytes:

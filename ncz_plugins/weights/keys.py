@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from ..core.errors import PatchKeyError, UnsupportedError
 from .head import FORMAT_WITH_TAG, format_of
@@ -24,21 +22,22 @@ def require_key(key: bytes | None) -> None:
         )
 
 
-def read_key(path: str | os.PathLike | None) -> bytes | None:
-    """The key in a file, which is all of its bytes; None without a file.
+def read_key(path: str | None, setting: str = "key_file") -> bytes | None:
+    """The key in a file, which is all of its bytes; None without a file. Errors name the setting that named it.
 
     Raises UnsupportedError if the file can't be read, and PatchKeyError if it holds fewer than 16 bytes.
     """
     if path is None:
         return None
     try:
-        key = Path(path).read_bytes()
-    except OSError as error:
-        raise UnsupportedError(f"{path}: cannot be read: {error.strerror or error}: name a file with the key") from None
-    try:
+        with open(path, "rb") as file:
+            key = file.read()
         require_key(key)
+    except OSError as error:
+        why = error.strerror or error
+        raise UnsupportedError(f"{setting}: {path!r} cannot be read: {why}: name a file with the key") from None
     except PatchKeyError as error:
-        raise PatchKeyError(f"{path}: {error}") from None
+        raise PatchKeyError(f"{setting}: {path!r}: {error}") from None
     return key
 
 

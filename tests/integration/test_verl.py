@@ -40,7 +40,8 @@ def update_rollouts(actors: int, rollouts: int) -> list[dict]:
         def __init__(self, module, key_file):
             super().__init__()
             import_external_libs(module)
-            how = {"bucket_size": 0, "is_master": self.rank == 0, "key_file": key_file}
+            # The other actors need no key.
+            how = {"bucket_size": 0, "is_master": self.rank == 0, "key_file": key_file if self.rank == 0 else "none"}
             self.checkpoint_engine = CheckpointEngineRegistry.new("ncz", **how)
 
         @staticmethod

@@ -29,10 +29,11 @@ def load_patches(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> N
 
     The file that NCZ_KEY_FILE names, if it is set, has the trainer's key.
 
-    Raises PatchKeyError, FrameError and MismatchError as `CheckpointCopy.apply` does. The model has not changed then.
+    Raises UnsupportedError if that file can't be read, and PatchKeyError, FrameError and MismatchError as
+    `CheckpointCopy.apply` does. The model has not changed then.
     """
     if model not in _checkpoints:
-        _checkpoints[model] = CheckpointCopy(key=read_key(os.environ.get(_KEY_FILE)))
+        _checkpoints[model] = CheckpointCopy(key=read_key(os.environ.get(_KEY_FILE), _KEY_FILE))
     checkpoint = _checkpoints[model]
     checkpoint.apply([patch.cpu() for _, patch in named_tensors])
     model.load_weights(checkpoint.weights.items())

@@ -39,7 +39,8 @@ class PatchCheckpointEngine(PatchExchange, CheckpointEngine):
         bucket_size: not used: patches go whole.
         is_master: whether this is actor rank 0, which sends.
         timeout: seconds to wait for other workers.
-        key_file: a file with a key, the same for actor rank 0 and all rollouts. None: patches have none.
+        key_file: a file with a key, the same for actor rank 0 and all rollouts; other actors don't read it. None:
+            patches have none.
 
     Attributes:
         bytes_sent: what each rollout got with the last version.
@@ -48,8 +49,9 @@ class PatchCheckpointEngine(PatchExchange, CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False, timeout: float = 600, key_file: str | None = None):
         self.bytes_sent = 0
         self._is_master, self._timeout = is_master, timedelta(seconds=timeout)
-        key = read_key(key_file)
-        self._publisher, self._checkpoint = WeightPublisher(keep=2, key=key), CheckpointCopy(key=key)
+        self._key_file = key_file
+        self._publisher: WeightPublisher | None = None  # of actor rank 0, from its first connection on
+        self._checkpoint: CheckpointCopy | None = None  # of a rollout, likewise
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroupGloo | None = None
 
@@ -74,9 +76,17 @@ class PatchCheckpointEngine(PatchExchange, CheckpointEngine):
         )
 
     def init_process_group(self, rank: int, world_size: int, master: dict[str, Any]) -> None:
-        """Connect. Workers may come and go between two updates, so each has a group of its own."""
+        """Connect. Workers may come and go between two updates, so each has a group of its own.
+
+        Raises UnsupportedError and PatchKeyError if the key can't be read, and PeerError.
+        """
         if rank < 0:
             return
+        # The other actors need no key, and may have no such file.
+        if rank == 0 and self._publisher is None:
+            self._publisher = WeightPublisher(keep=2, key=read_key(self._key_file))
+        if rank > 0 and self._checkpoint is None:
+            self._checkpoint = CheckpointCopy(key=read_key(self._key_file))
         with peer_errors("connecting trainer and rollouts"):
             if rank:
                 self._store = dist.TCPStore(master["host"], master["port"], is_master=False, timeout=self._timeout)

@@ -150,9 +150,13 @@ def test_the_loader_of_sglang_takes_the_key_from_the_file_that_the_environment_n
         load_patches(model, [("patch", torch.frombuffer(bytearray(other.patch()), dtype=torch.uint8))])
     load_patches(model, [("patch", torch.frombuffer(bytearray(publisher.patch()), dtype=torch.uint8))])
     assert torch.equal(model.loaded["a"], versions[0]["a"])
-    for content, error, says in ((b"short", PatchKeyError, "key: key must be 16"), (None, UnsupportedError, "cannot")):
-        (tmp_path / "key").unlink()
-        if content is not None:
-            (tmp_path / "key").write_bytes(content)
-        with pytest.raises(error, match=says):
+    (tmp_path / "short").write_bytes(b"short")
+    for file, error, says in (
+        (str(tmp_path / "short"), PatchKeyError, "key must be 16"),
+        (str(tmp_path / "none"), UnsupportedError, "cannot be read: No such file"),
+        (str(tmp_path), UnsupportedError, "cannot be read: Is a directory"),
+        ("", UnsupportedError, "cannot be read: No such file"),
+    ):
+        monkeypatch.setenv("NCZ_KEY_FILE", file)
+        with pytest.raises(error, match=f"^NCZ_KEY_FILE: '{file}':? {says}"):
             load_patches(Model(), [])
