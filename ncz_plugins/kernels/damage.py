@@ -33,7 +33,7 @@ _MESSAGES = {  # by cause
     6: "frame holds {stored} codes, expected {count}",
     7: "payload has {payload} bytes, the header says {payload_bytes}",
     8: "RAW payload has {payload} bytes for {count} symbols of {width} bits",
-    9: "coder {coder} with width {width} is unknown",
+    9: "coder {coder} with width {width} is unknown: damaged, or of a newer ncz_plugins",
     10: "FIXED payload has {payload} bytes, fewer than its table of {table}",
     11: "chunk sizes add up to {value} bytes, the payload holds {chunk_bytes}",
     12: "FIXED chunk has a width over 32 or too few width bytes",

@@ -200,7 +200,7 @@ def test_another_width_is_refused():
     """A version of this format that knew only tokens refused frames of gaps so."""
     frame = frame_of(900, CODINGS[0], True).clone()
     frame[7] = 2
-    assert check(cuda(), frame, 900) == "coder 5 with width 2 is unknown"
+    assert check(cuda(), frame, 900) == "coder 5 with width 2 is unknown: damaged, or of a newer ncz_plugins"
 
 
 def test_huffman_gives_way_to_planes_where_bytes_would_do():

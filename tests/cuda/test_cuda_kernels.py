@@ -450,7 +450,7 @@ def test_frames_of_cpus_are_refused(coder):
     codes = sparse_codes(700, 0.2)
     frame = encode_codes(FAST, codes, Coding(coder, Predictor.NONE))
     assert frame[5] == coder
-    assert check(cuda(), frame, 700) == f"coder {int(coder)} with width {int(frame[7])} is unknown"
+    assert check(cuda(), frame, 700).startswith(f"coder {int(coder)} with width {int(frame[7])} is unknown")
 
 
 def test_a_coder_that_gpus_lack_is_refused():

@@ -91,7 +91,7 @@ def decode_codes(frame: bytes, count: int, on_gpus: bool = False) -> np.ndarray:
     if is_known and coder == Coder.HUFFMAN32 and width in (0, GAPPED):
         return unpredict(huffman32.decode(payload, count, width == GAPPED), predictor)
     if not is_known or coder not in _DECODERS or width:
-        raise DamagedFrame(f"coder {coder} with width {width} is unknown")
+        raise DamagedFrame(f"coder {coder} with width {width} is unknown: damaged, or of a newer ncz_plugins")
     return unpredict(_DECODERS[coder](payload, count), predictor)
 
 

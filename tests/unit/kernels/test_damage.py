@@ -173,6 +173,13 @@ def with_another_table(frame: torch.Tensor, count: int) -> tuple[torch.Tensor, s
     pytest.fail("no byte of this frame is in a table of sizes")
 
 
+def test_a_coder_of_a_later_version_is_told_from_damage(any_backend):
+    frame = frame_of(75, Coder.RAW, Predictor.NONE)
+    frame[CODER_AT] = 99
+    with pytest.raises(DamagedFrame, match="coder 99 with width .* is unknown: damaged, or of a newer ncz_plugins"):
+        any_backend.decode_codes(frame, torch.empty(75, dtype=torch.int32))
+
+
 def made_up(coder: Coder, count: int, payload: bytes) -> torch.Tensor:
     header = struct.pack("<IBBBBIIII", MAGIC, VERSION, coder, Predictor.NONE, 0, count, len(payload), 0, 0)
     return torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
