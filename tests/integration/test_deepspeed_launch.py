@@ -124,11 +124,14 @@ class TestThroughTheModule:
         assert "ncz_plugins: steps 1 to 3: " in outcome.output
         assert outcome.ranks[0]["stats"]["total"]["compressed_calls"] == 0
 
-    def test_under_torchrun(self, configs, compressed, tmp_path):
+    def test_under_torchrun(self, configs, compressed, without_plugin, tmp_path):
         command = torchrun("--module", PLUGIN, SCRIPT, *arguments(configs["on"]))
         outcome = launch(command, tmp_path, timeout=120, environment=UNDER_TORCHRUN)
         assert [rank["sha256"] for rank in outcome.ranks] == [rank["sha256"] for rank in compressed.ranks]
-        for rank in outcome.ranks:
+        for rank, plain in zip(outcome.ranks, without_plugin.ranks):
+            # Python ran the module, and the script can't tell.
+            for what in ("name", "file", "main", "path"):
+                assert rank[what] == plain[what], what
             assert rank["argv"] == [str(SCRIPT), *map(str, arguments(configs["on"]))]
             assert rank["stats"]["total"]["compressed_calls"] == len(rank["losses"])
         assert len(announcements(outcome.output)) == 1
