@@ -66,7 +66,9 @@ def decode_sparse(backend: Backend, frame: Tensor, count: int) -> tuple[np.ndarr
     read = torch.empty(2, length, dtype=torch.int32, device="cpu")
     for part, codes in zip((gaps, changes), read):
         backend.decode_codes(part, codes)
+    if not length or not read[1].all():
+        raise DamagedFrame("SPARSE frame has no changes, or zeros among them")
     places = np.cumsum(read[0].numpy() + np.int64(1)) - 1
-    if length and (int(read[0].min()) < 0 or places[-1] >= count):
+    if int(read[0].min()) < 0 or places[-1] >= count:
         raise DamagedFrame(f"SPARSE frame has changes that do not lie in its {count} elements")
     return places, read[1]

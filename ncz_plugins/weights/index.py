@@ -22,7 +22,8 @@ from .tensors import MAX_DIMENSIONS, NARROWER, Form, Held
 # Limits that keep a small patch from asking for a lot of memory.
 _MAX_INDEX_BYTES_PER_BYTE = 64  # uncompressed per compressed byte
 _ALWAYS_INDEX_BYTES = 16 << 20  # uncompressed, allowed in every patch
-_MAX_ELEMENTS_PER_BYTE = 1024  # of a frame: no coder writes 16,384 elements in fewer than 20 bytes
+# Of a frame without a base. Publishers write SPARSE only with one; all other coders take 20 bytes for 16,384 elements.
+_MAX_ELEMENTS_PER_BYTE = 1024
 _MAX_ELEMENTS = 1 << 62  # torch multiplies sizes in 63 bits
 
 _Word = Annotated[int, Field(ge=0, lt=1 << 32)]
