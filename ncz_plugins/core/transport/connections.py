@@ -5,9 +5,10 @@ each other. Among more, a rank is connected with about 2 log2(n) others, over wh
 exchanges frames with, once it does. Large plain collectives go through gloo, which the first of them connects. There is
 no mesh if gloo is told to encrypt, or a rank has no address; then everything goes through gloo.
 
-Of gloo a rank has n - 1 sockets and a thread, or without a mesh twice as many. All connections of a process share its
-listener, with 4 descriptors and a thread. For messages in one direction between two ranks there is one socket and no
-gloo, if there is a mesh.
+What connects later reads the store by a connection of its own: another thread may wait in the one of torch.distributed
+for a rank that waits for this one. Of gloo a rank has n - 1 sockets and a thread, or without a mesh twice as many. All
+connections of a process share its listener, with 4 descriptors and a thread. For messages in one direction between two
+ranks there is one socket and no gloo, if there is a mesh.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .base import GeneratorWork, Tag, Work, peer_errors
 from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
 from .endpoint import Endpoint
-from .handshake import require_all_able
+from .handshake import require_all_able, store_of_own
 from .mesh import Incoming, Mesh, Outgoing, SparseMesh, connects_all, open_mesh
 
 MAX_BYTES_WITH_COMPARISON = 16 << 20  # values that may travel with a comparison, to each other rank
@@ -132,6 +133,7 @@ class Connections:
 
     def _open_sparse(self, channels: int, names: Sequence[int] | None) -> None:
         """Open meshes in which a rank is connected with few others. All ranks must call this."""
+        self._store = store_of_own(self._store)  # addresses are read later, while another thread may wait in the store
         self._endpoint = Endpoint(dist.PrefixStore("mesh", self._store), self.rank, self._timeout, names)
         agreeing = neighbors_of(self.rank, self.world_size)
         needed = 1 + len(agreeing) * (1 + channels)  # with the listener, and about as many for frames
@@ -156,10 +158,10 @@ class Connections:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._threads, options._timeout = self._devices, 1, self._timeout
             place = self.rank, self.world_size, options
-            self._upwards = dist.ProcessGroupGloo(dist.PrefixStore("upwards", self._store), *place)
+            self._upwards = dist.ProcessGroupGloo(self._part_of_store("upwards"), *place)
             self._downwards = self._upwards
             if both_ways:
-                self._downwards = dist.ProcessGroupGloo(dist.PrefixStore("downwards", self._store), *place)
+                self._downwards = dist.ProcessGroupGloo(self._part_of_store("downwards"), *place)
         with self._lock:
             if self._closed is not None:  # another thread has closed the connections meanwhile
                 self._upwards = self._downwards = None
@@ -167,8 +169,14 @@ class Connections:
     def _require_descriptors(self, meeting: str, count: int, listens: bool = True) -> bool:
         """See `require_all_able`: whether all ranks may open so many descriptors, and whether all of them listen."""
         refusal = shortage_of_descriptors(count, self.world_size)
-        place = dist.PrefixStore(meeting, self._store), self.rank, self.world_size
+        place = self._part_of_store(meeting), self.rank, self.world_size
         return require_all_able(*place, refusal, self._timeout, listens)
+
+    def _part_of_store(self, prefix: str) -> dist.Store:
+        store = self._store  # which `close` lets go of
+        if store is None:
+            raise PeerError(self._closed)
+        return dist.PrefixStore(prefix, store)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -177,6 +185,8 @@ class Connections:
         The first use connects all ranks: they must make the same call.
         """
         if self._upwards is None and self._closed is None:
+            if self._endpoint is None:  # else it has a connection of its own already
+                self._store = store_of_own(self._store)  # another thread may wait in this one, for ranks that wait here
             self._open_groups(both_ways=False)
         return self._group(upwards=True)
 
@@ -257,6 +267,7 @@ class Connections:
             self._closed = "these connections are closed" + (f" after {error!r}" if error else "")
             groups, self._upwards, self._downwards = [self._upwards, self._downwards], None, None
             under_way, self._under_way = self._under_way, set()
+            self._store = None  # which may have a connection, or be the server, of these ranks only
         if error is not None:
             self._say_why(error)
         self._close_meshes(self._closed)

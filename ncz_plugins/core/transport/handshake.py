@@ -44,9 +44,13 @@ def meet(ranks: Sequence[int], rank: int, purpose: str) -> dist.Store:
 def store_of_own(store: dist.Store) -> dist.Store:
     """The same store by a connection of its own, of use while another thread waits for a key of `store`.
 
-    Old versions of torch have only `store` itself.
+    Old versions of torch have only `store` itself, and so have stores that are written in Python. If the server has
+    gone, the first use of the result says so.
     """
-    return store.clone() if hasattr(store, "clone") else store
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):
+        return store
 
 
 def open_store(

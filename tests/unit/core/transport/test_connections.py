@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import patch
@@ -294,6 +295,46 @@ def test_aborting_routes_frees_the_tensors_of_the_call_that_failed():
 def test_a_rank_that_does_not_come_is_an_error():
     with pytest.raises(PeerError, match="connecting to the other ranks"):
         Connections(dist.HashStore(), 0, 2, timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("use", ["plain collectives", "frames"])
+def test_what_connects_later_does_not_need_the_store_of_others(use):
+    """Another thread waits in it until a rank has connected, as `new_group` waits for a rank that waits for a call."""
+    n = 8
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(n)]
+
+    def on_rank(rank, pool):
+        connections = Connections(dist.PrefixStore("connections", shared[rank]), rank, n, timedelta(seconds=60))
+        waiting = pool.submit(shared[rank].wait, ["connected"], timedelta(seconds=5)) if rank else None
+        time.sleep(0.2)  # so that it waits
+        if use == "frames":
+            connections.frames.connect([(rank + 3) % n, (rank - 3) % n])  # of which agreements take none
+        else:
+            assert connections.group is not None
+        if rank:
+            waiting.result()
+        else:
+            shared[rank].set("connected", "")
+        connections.close()
+
+    with patch.object(mesh, "MOST_RANKS", 2 if use == "frames" else mesh.MOST_RANKS), ThreadPoolExecutor(2 * n) as pool:
+        for each in [pool.submit(on_rank, rank, pool) for rank in range(n)]:
+            each.result()
+
+
+def test_closed_connections_let_go_of_the_store():
+    def body(rank):
+        mine = dist.PrefixStore("", store)
+        connections = Connections(mine, rank, 2, timedelta(seconds=60))
+        known = weakref.ref(mine)
+        del mine
+        connections.close()
+        return known() is None
+
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(body, range(2))) == [True, True]
 
 
 # ---------------------------------------------------------------- how calls begin
