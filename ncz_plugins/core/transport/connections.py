@@ -279,13 +279,14 @@ class Connections:
         self._devices = []
 
     def _say_why(self, error: BaseException) -> None:
-        """Tell ranks that this one has called, or was called by, what happened first: it need not be an error here."""
+        """Tell ranks what happened first, which need not be an error here: those that this one has called or was to
+        call, and those that have called it."""
         if self.neighbors is None:
             return  # where all are connected with each other they see it
         own = f"{error}"
         if not (isinstance(error, PeerError) and own.startswith("rank ")):  # which says whose fault it is
             own = f"rank {self._endpoint.names_of([self.rank])} has failed: {error!r}"
-        peers = dict.fromkeys([*neighbors_of(self.rank, self.world_size), *self.frames.ranks])
+        peers = dict.fromkeys([*neighbors_of(self.rank, self.world_size), *self.frames.ranks, *self._endpoint.known])
         self._endpoint.tell(self._endpoint.cause or own, list(peers)[:_MOST_TOLD_WHY])
 
     def _close_meshes(self, reason: str) -> None:

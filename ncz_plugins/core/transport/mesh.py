@@ -392,12 +392,11 @@ class SparseMesh(Mesh):
             seconds = min(self._timeout / 4, _MOST_EXTRA_SECONDS)
         deadline = time.monotonic() + seconds
         while (words := endpoint.heard(suspects, deadline - time.monotonic())) is not None:
-            if not endpoint.blames_this_rank(words):
-                endpoint.cause = words
-                error = PeerError(f"{words} (rank {endpoint.names_of(suspects)} gave up because of that)")
-                if not is_silent:
-                    break
-                endpoint.tell(words, self.ranks)
+            endpoint.cause = words
+            error = PeerError(f"{words} (rank {endpoint.names_of(suspects)} gave up because of that)")
+            if not is_silent:
+                break
+            endpoint.tell(words, self.ranks)
         return error
 
 
