@@ -1,5 +1,6 @@
 """How ranks meet, and what they compare before their first compressed collective."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -94,6 +95,39 @@ def test_ranks_that_do_not_come_are_named():
         compare_ranks(store, [5, 6, 7], 0, config)
     with pytest.raises(PeerError, match="rank 5 did not say within 0.5 s"):
         compare_ranks(dist.HashStore(), [5, 6, 7], 1, config)
+
+
+class FarStore(dist.Store):
+    """A store whose server is 20 ms away."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self.set, self.get, self.add, self.check = store.set, store.get, store.add, store.check
+        self.store = store
+
+    def wait(self, keys, timeout=timedelta(seconds=60)):
+        if timeout < timedelta(milliseconds=20):
+            raise RuntimeError("wait timeout")
+        self.store.wait(keys, timeout)
+
+    @property
+    def timeout(self):
+        return timedelta(seconds=60)
+
+
+def test_only_ranks_that_do_not_come_are_named_where_the_store_is_far():
+    """The first rank looks who has come when the time is over."""
+    config, store = Config(transport={"timeout_seconds": 0.5}), dist.HashStore()
+    ranks, came = [5, 6, 7, 8], [0, 1, 2]  # the last one comes late
+
+    def error_of(rank: int) -> str:
+        with pytest.raises(PeerError) as caught:
+            compare_ranks(FarStore(store), ranks, rank, config)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(len(came)) as pool:
+        for message in pool.map(error_of, came):
+            assert message.startswith("rank 8 did not say within 0.5 s")
 
 
 def test_many_ranks_are_abridged():
