@@ -176,11 +176,13 @@ class GlooStream(FrameStream):
         with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
             work.wait()
         # Copied, as most frames are much smaller than the buffer.
-        frames = [torch.from_numpy(frame.copy()) for frame in frames_of(buffer.numpy(), count, self.source)]
+        received = frames_of(buffer.numpy(), count, self.source)
+        frames = [torch.from_numpy(frame.copy()) for frame in received]
         before, self._received_at = self._received_at, time.perf_counter()
         nbytes = sum(frame.nbytes for frame in frames)
         record(f"receiving from rank {self.source}", "frame", max(posted, before), self._received_at, nbytes)
-        buffer[:HEADER_BYTES] = 0  # so that this message is not taken for the next one
+        for frame in received:
+            frame[:HEADER_BYTES] = 0  # so that no frame of this message is taken for one of the next
         if self._due:
             self._post(buffer)
         else:

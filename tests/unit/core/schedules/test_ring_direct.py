@@ -557,6 +557,24 @@ def test_another_number_of_frames_in_a_message_is_refused(sent, due, words, way)
     play(2, body, way)
 
 
+def test_a_frame_that_was_not_sent_is_not_taken_from_the_message_before():
+    """Gloo receives both into the same memory, and does not tell how long a message is."""
+
+    def body(transport):
+        for sent in (3, 2):
+            [stream] = transport.streams([(1 - transport.rank,) * 2], [3] * transport.rank, 1000, Counters())
+            if transport.rank == 0:
+                stream.send(*map(numbered_frame, range(sent)))
+                stream.finish()
+            elif sent == 3:
+                assert [len(stream.receive()) for _ in range(3)] == [HEADER_BYTES + number for number in range(3)]
+            else:
+                with pytest.raises(FrameError, match="with magic 0x0"):
+                    stream.receive()
+
+    play(2, body, way="gloo")
+
+
 @pytest.mark.parametrize("way", ["mesh", "gloo"])
 def test_waiting_for_a_frame_is_counted_as_such(way):
     seconds = 0.05
