@@ -279,8 +279,10 @@ class Connections:
         self._devices = []
 
     def _say_why(self, error: BaseException) -> None:
-        """Tell ranks what happened first, which need not be an error here: those that this one has called or was to
-        call, and those that have called it."""
+        """Tell ranks that this one has called, was to call, or was called by, what happened first.
+
+        That need not be an error of this rank.
+        """
         if self.neighbors is None:
             return  # where all are connected with each other they see it
         own = f"{error}"
