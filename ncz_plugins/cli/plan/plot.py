@@ -24,7 +24,7 @@ from .simulation import calls
 from .step import resolved
 
 _COLORS = {"plain": GRAY, "bfloat16": ORANGE, "compressed": BLUE}
-_MOST_RANKS = 16384
+_MOST_RANKS = 1024  # simulated in seconds; `benchmarks.plan simulate` goes on to 16,384
 
 
 def draw(file: str | os.PathLike, plans: list[Plan]) -> None:
