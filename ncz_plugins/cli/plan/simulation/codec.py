@@ -24,6 +24,7 @@ class CodingTimes:
         self._costs = costs
         self._sizes = sizes
         self._known: dict[tuple[str, int], float] = {}
+        self._tables: dict[str, np.ndarray] = {}  # the same, for arrays of addends
 
     def bits(self, addends: np.ndarray | int) -> Times | float:
         return self._of("bits", addends)
@@ -41,8 +42,14 @@ class CodingTimes:
 
     def _of(self, what: str, addends: np.ndarray | int) -> Times | float:
         if isinstance(addends, np.ndarray):
-            numbers, places = np.unique(addends, return_inverse=True)
-            return np.array([self._of(what, number) for number in numbers.tolist()])[places]
+            table = self._tables.get(what, np.empty(0))
+            if (more := int(addends.max(initial=0)) + 1 - len(table)) > 0:
+                self._tables[what] = table = np.append(table, np.full(more, np.nan))
+            if np.isnan(found := table[addends]).any():
+                for number in np.unique(addends).tolist():
+                    table[number] = self._of(what, number)
+                found = table[addends]
+            return found
         if (what, addends) not in self._known:
             if what == "bits":
                 found = self._sizes.bits(addends)
