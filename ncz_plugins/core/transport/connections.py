@@ -507,9 +507,7 @@ def _agree_by_spreading(connections: Connections, tensor: Tensor, counters: Coun
     rounds = distances(connections.world_size)
     for number, distance in enumerate(rounds):
         sent, received = tensor.clone(), torch.empty_like(tensor)
-        with peer_errors("agreeing with the other ranks"):
-            works = _exchange(connections, sent, received, distance, number)
-        counters.wire_bytes += sent.nbytes
+        works = _exchange(connections, sent, received, distance, number, counters)
         if number == 0:
             yield
         _await(works, sent.nbytes, counters)
@@ -553,9 +551,7 @@ def _agree_by_halving(connections: Connections, tensor: Tensor, counters: Counte
     rounds = list(zip(distances(n), (*distances(n)[1:], n)))
     for number, (distance, following) in enumerate(reversed(rounds)):
         sent, received = parts[distance:following], parts.new_empty(following - distance, length)
-        with peer_errors("agreeing with the other ranks"):
-            works = _exchange(connections, sent, received, distance, number)
-        counters.wire_bytes += sent.nbytes
+        works = _exchange(connections, sent, received, distance, number, counters)
         if number == 0:
             yield
         _await(works, sent.nbytes, counters)
@@ -563,20 +559,23 @@ def _agree_by_halving(connections: Connections, tensor: Tensor, counters: Counte
         torch.maximum(kept, received, out=kept)
     for number, (distance, following) in enumerate(rounds, len(rounds)):
         sent, received = parts[: following - distance], parts[distance:following]
-        with peer_errors("agreeing with the other ranks"):
-            works = _exchange(connections, sent, received, -distance, number)
-        counters.wire_bytes += sent.nbytes
+        works = _exchange(connections, sent, received, -distance, number, counters)
         _await(works, sent.nbytes, counters)
     tensor.copy_(parts.roll(rank, 0).view(-1)[: tensor.numel()].view_as(tensor))
 
 
 def _exchange(
-    connections: Connections, sent: Tensor, received: Tensor, distance: int, number: int
+    connections: Connections, sent: Tensor, received: Tensor, distance: int, number: int, counters: Counters
 ) -> tuple[Work, Work]:
     """Begin round `number`: send to the rank `distance` ahead, and receive from the rank `distance` behind."""
     n, rank, tag = connections.world_size, connections.rank, Tag.FIRST_ROUND + number
-    receiving = connections.receive(received, (rank - distance) % n, tag)
-    return receiving, connections.send(sent, (rank + distance) % n, tag)
+    with peer_errors("agreeing with the other ranks"):
+        works = (
+            connections.receive(received, (rank - distance) % n, tag),
+            connections.send(sent, (rank + distance) % n, tag),
+        )
+    counters.wire_bytes += sent.nbytes
+    return works
 
 
 def _await(works: Iterable[Work], nbytes: int, counters: Counters) -> None:

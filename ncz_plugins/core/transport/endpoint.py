@@ -73,9 +73,7 @@ class Endpoint:
         self._secret = secrets.token_bytes(16)
         self._addresses: dict[int, str] = {}
         self._early: dict[Caller, socket.socket] = {}  # calls that this rank was not waiting for yet
-        self._pending: dict[
-            int, _Pending
-        ] = {}  # by descriptor: all other connections, of which each is yet to say more
+        self._pending: dict[int, _Pending] = {}  # all other connections, by descriptor: each is yet to say more
         self._due: dict[Caller, float] = {}  # when this rank calls next, in seconds of `time.monotonic`
         self._words: list[tuple[int, str]] = []
         self._poll = select.poll()  # of the listener and what is pending

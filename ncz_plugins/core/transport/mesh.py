@@ -29,6 +29,7 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
+from ..config.fields import MOST_SMALL_RANKS
 from ..errors import PeerError, UnsupportedError, fresh, without_frames
 from ..runtime.process import drop_in_forks
 from .base import peer_errors
@@ -36,7 +37,7 @@ from .comparison import RankComparison
 from .descriptors import shortage_of_descriptors
 from .endpoint import Caller, Endpoint
 
-MOST_RANKS = 16  # more ranks are not all connected with each other: see `SparseMesh`
+MOST_RANKS = MOST_SMALL_RANKS  # more ranks are not all connected with each other: see `SparseMesh`
 _LENGTH = struct.Struct("<q")  # of a message in bytes, before it
 _LAST_WORDS_SECONDS = 0.5  # for the words of a rank that has closed its connections; they were sent before
 _MOST_EXTRA_SECONDS = 10.0  # after a time-out, for the words of a rank that is only waiting itself
