@@ -11,7 +11,6 @@ cores together. Files are in the page cache, and what is written is brought to t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -26,9 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.weights import ROOT, put_into
-from ncz_plugins.cli import machine
-from ncz_plugins.version import __version__
+from benchmarks.weights import ROOT, put_into, write_figures
 
 PAGE = ROOT / "docs" / "results" / "weights.md"
 MARKS = "<!-- files -->", "<!-- end of files -->"
@@ -109,15 +106,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(Path(folder), arguments.rounds)
-    document = {
-        "command": shlex.join(["python", "-m", "benchmarks.patch_files", *sys.argv[1:]]),
-        "versions": {"ncz_plugins": __version__, "torch": torch.__version__},
-        "cpu": machine.cpu(),
-        "found": found,
-    }
-    path = (arguments.output or ROOT / "benchmarks" / "results") / "patch-files.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    command = ["python", "-m", "benchmarks.patch_files", *sys.argv[1:]]
+    write_figures("patch-files.json", command, {}, arguments.output, found=found)
     if arguments.output is None:
         put_into(PAGE, summary(found), MARKS)
     print(summary(found))

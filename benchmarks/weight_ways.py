@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import math
-import shlex
 import statistics
 import sys
 import tempfile
@@ -45,12 +43,11 @@ from torch import Tensor, nn
 
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import link
-from benchmarks.weights import crepe, put_into
+from benchmarks.weights import crepe, put_into, write_figures
 from ncz_plugins import apply_patch, make_patch, stage_patch
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf import data
 from ncz_plugins.cli.perf.launch import emitter
-from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "weights.md"
@@ -362,16 +359,9 @@ def main() -> None:
     if arguments.rank:
         return rank(arguments)
     found = list(measure(arguments, Console(stderr=True)))
-    document = {
-        "command": shlex.join(["python", "-m", "benchmarks.weight_ways", *sys.argv[1:]]),
-        "versions": {"ncz_plugins": __version__, "torch": torch.__version__, "zstandard": zstandard.__version__},
-        "cpu": machine.cpu(),
-        "link": arguments.link,
-        "found": found,
-    }
-    path = (arguments.output or ROOT / "benchmarks" / "results") / "weight-ways.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    command, versions = ["python", "-m", "benchmarks.weight_ways", *sys.argv[1:]], {"zstandard": zstandard.__version__}
+    document = {"link": arguments.link, "found": found}
+    write_figures("weight-ways.json", command, versions, arguments.output, **document)
     if arguments.output is None:
         put_into(PAGE, summary(document), MARKS)
     print(summary(document))

@@ -223,19 +223,32 @@ def put_into(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
     page.write_text(before + "\n".join([marks[0], text, marks[1]]) + rest.partition(marks[1])[2])
 
 
+def write_figures(name: str, command: list[str], versions: dict[str, str], folder: Path | None, **found) -> Path:
+    """Write what a benchmark found, how, and on what machine. Returns the file.
+
+    Args:
+        versions: of packages besides our own and torch.
+        folder: None: that of the committed results.
+    """
+    document = {
+        "command": shlex.join(command),
+        "versions": {"ncz_plugins": __version__, "torch": torch.__version__, **versions},
+        "cpu": machine.cpu(),
+        **found,
+    }
+    path = (folder or ROOT / "benchmarks" / "results") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
 def main() -> None:
     arguments = parse_arguments()
     console = Console(stderr=True)
     found = measure(arguments, console)
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": {"ncz_plugins": __version__, "torch": torch.__version__, "numpy": np.__version__},
-        "cpu": machine.cpu(),
-        "found": found,
-    }
-    path = (arguments.output or ROOT / "benchmarks" / "results") / "weights.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path = write_figures(
+        "weights.json", ["python", *sys.argv], {"numpy": np.__version__}, arguments.output, found=found
+    )
     if arguments.output is None:
         put_into(PAGE, summary(found))
         put_into(NOTEBOOK, markdown(found))

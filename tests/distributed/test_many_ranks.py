@@ -11,6 +11,7 @@ import torch.distributed as dist
 from on_rank import attempt, digest, leave_alone, rank, values, world_size
 from scenarios import report, run_ranks
 
+from benchmarks.opening import Group
 from ncz_plugins import Communicator
 from ncz_plugins.core.schedules.halving import route_of, segments_for
 
@@ -20,19 +21,6 @@ SOON = 60.0
 ELEMENTS = 20_011
 BOUND = 0.01
 SUMS = ("ring", "direct", "halving")
-
-
-class Group(dist.ProcessGroup):
-    """The process group of a program that has no connections of its own, as full ones would take longest here."""
-
-    def rank(self):
-        return rank
-
-    def size(self):
-        return world_size
-
-    def name(self):
-        return "none"
 
 
 def opened(store: dist.Store, **transport) -> Communicator:
