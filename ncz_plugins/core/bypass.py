@@ -16,7 +16,7 @@ from ..kernels.format import DTYPES, SelectorCosts
 from .codec.layout import Layout
 from .codec.quantize import Derived, Scales, derive
 from .config import Config, Policy, QuantizerConfig
-from .config.fields import MOST_SMALL_RANKS, PIECE_MIB_PER_GBPS, min_bytes_for
+from .config.fields import PIECE_MIB_PER_GBPS, min_bytes_for
 from .reasons import Bypass
 
 _COMPRESSED_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -80,7 +80,7 @@ def least_of_pieces(config: Config, on_gpu: bool, ranks: int) -> int | str:
     In host memory each piece costs its messages and calls of kernels, however small it is, and longer if ranks share
     cores. So the smallest size grows with the ranks and with the time that coding takes.
     """
-    least = config.min_bytes_in_effect(on_gpu, min(ranks, MOST_SMALL_RANKS))
+    least = config.min_bytes_in_effect(on_gpu, ranks, around_ring=False)
     link_gbps = config.transport.link_gbps
     if on_gpu or link_gbps is None or config.transport.min_bytes is not None:
         return least
@@ -89,15 +89,17 @@ def least_of_pieces(config: Config, on_gpu: bool, ranks: int) -> int | str:
     return max(least, min_bytes_for(link_gbps, PIECE_MIB_PER_GBPS * ranks * slowdown))
 
 
-def by_size(nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None) -> Bypass | None:
+def by_size(
+    nbytes: float, config: Config, on_gpu: bool = False, ranks: int | None = None, around_ring: bool = True
+) -> Bypass | None:
     """`below` the smallest size that the configuration compresses.
 
     Args:
         nbytes: bytes of the whole tensor; infinity: not known yet.
         config: must be resolved.
-        ranks: number of ranks; None: more than two, or unknown.
+        ranks, around_ring: see `Config.min_bytes_in_effect`.
     """
-    return below(config.min_bytes_in_effect(on_gpu, ranks), nbytes)
+    return below(config.min_bytes_in_effect(on_gpu, ranks, around_ring), nbytes)
 
 
 def below(least: int | str, nbytes: float) -> Bypass | None:

@@ -51,7 +51,7 @@ from .codec.quantize import (
 )
 from .codec.tensor_codec import LosslessCodec
 from .config import Config
-from .config.fields import MOST_SMALL_RANKS, Role
+from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
 from .group import Group
 from .planning import frames_of, plan
@@ -143,9 +143,9 @@ def _decision(group: Group, call: Call) -> _Decision:
         require_plain(call)
     else:  # ranks that exchange pieces know of the largest later
         nbytes = call.larger.nbytes if call.has_equal_sizes else math.inf
-        # Gloo broadcasts along a tree, also among many ranks. Its other collectives are rings.
-        ranks = min(group.world_size, MOST_SMALL_RANKS) if call.collective == "broadcast" else group.world_size
-        bypass = by_size(nbytes, config, group.on_gpu, ranks)
+        # Gloo broadcasts along a tree, and sends pieces straight to their ranks. Its other collectives are rings.
+        around_ring = call.collective != "broadcast" and call.pieces is None
+        bypass = by_size(nbytes, config, group.on_gpu, group.world_size, around_ring)
     if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
     found = group.decisions[key] = _Decision(config, bypass, signature_described(call))

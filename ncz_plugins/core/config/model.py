@@ -176,12 +176,15 @@ class Config(Section):
         transport = self.transport
         return transport.link_gbps is None and transport.min_bytes != "never" and not self.needs_measuring
 
-    def min_bytes_in_effect(self, on_gpu: bool = False, ranks: int | None = None) -> int | str:
+    def min_bytes_in_effect(
+        self, on_gpu: bool = False, ranks: int | None = None, around_ring: bool = True
+    ) -> int | str:
         """`transport.min_bytes`, or if it is null the value that follows from `transport.link_gbps`; bytes or "never".
 
         Args:
             on_gpu: whether tensors are on a GPU.
             ranks: number of ranks; None: more than two, or unknown.
+            around_ring: whether an uncompressed call passes all ranks one after another, if there are many.
         """
         if self.transport.min_bytes is not None:
             return self.transport.min_bytes
@@ -189,7 +192,7 @@ class Config(Section):
         if on_gpu:
             at_fixed_rate = self.quantizer.bits is not None
             return min_bytes_for(link_gbps, GPU_FIXED_RATE_MIB_PER_GBPS if at_fixed_rate else GPU_MIB_PER_GBPS)
-        if ranks is not None and ranks > MOST_SMALL_RANKS:
+        if around_ring and ranks is not None and ranks > MOST_SMALL_RANKS:
             return MIN_BYTES
         if ranks == 2 and not self.transport.has_fast_link:
             return min_bytes_for(link_gbps, TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES)

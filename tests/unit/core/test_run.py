@@ -45,6 +45,12 @@ def test_the_first_reason_to_go_plain_is_told():
     assert decided(collectives(), summed(torch.zeros(0))).bypass is Bypass.TOO_SMALL
 
 
+def test_many_ranks_compress_small_tensors_only_where_plain_calls_pass_all_of_them():
+    chosen, small = collectives(ranks=range(20), transport={"link_gbps": 100}), summed(torch.zeros(1 << 16))
+    assert decided(chosen, small).bypass is None
+    assert decided(chosen, replace(small, collective="broadcast", op=None)).bypass is Bypass.TOO_SMALL
+
+
 MI = 1 << 20
 
 

@@ -508,6 +508,7 @@ def test_many_ranks_compress_small_tensors_on_any_link(gbps):
     assert config.min_bytes_in_effect(ranks=17) == 128 * KiB <= config.min_bytes_in_effect(ranks=16)
     assert config.min_bytes_in_effect(on_gpu=True, ranks=17) == config.min_bytes_in_effect(on_gpu=True)
     assert Config(transport={"link_gbps": gbps, "min_bytes": 5}).min_bytes_in_effect(ranks=17) == 5
+    assert config.min_bytes_in_effect(ranks=17, around_ring=False) == config.min_bytes_in_effect(ranks=16)
 
 
 @pytest.mark.parametrize(("gbps", "nbytes"), [(None, 4 * MiB), (2.49, 4 * MiB), (2.5, 8 * MiB), (400, 8 * MiB)])
