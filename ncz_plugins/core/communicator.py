@@ -114,8 +114,9 @@ class Communicator(Collectives, Messages):
             self.config = self._prepared(config, training)
         else:
             self._connect(config, training, store)
-        number = self._numbered()
-        self._group = Group(self.training, self.config, self.ranks, self.rank, self.nodes, communicator=number)
+        trip = self.transport.trip_seconds if self.world_size > 1 else 0.0
+        known = {"communicator": self._numbered(), "trip_seconds": trip}
+        self._group = Group(self.training, self.config, self.ranks, self.rank, self.nodes, **known)
         self._on_host = HostCalls(self._group, self._queue, self._plain)
         self._on_gpus: dict[torch.device, GpuCalls] = {}  # made by the first call on each
         self._directions = None if self._queue is None else Directions(self._group, self._queue, self.group, *self._met)

@@ -44,6 +44,7 @@ class Group:
         auto_schedule: the schedule that `transport.schedule: auto` means; None: see schedules/choice.py.
         communicator: number of the communicator, see `Training.free_number`.
         key: what `Training.of_group` knows the state of these ranks by; None: `ranks`.
+        trip_seconds: see `Transport`.
 
     Attributes:
         key, communicator: see above.
@@ -64,6 +65,7 @@ class Group:
         auto_schedule: str | None = None,
         communicator: int = 0,
         key: Sequence[int] | None = None,
+        trip_seconds: float = 0.0,
     ):
         self.training = training
         self.ranks = ranks
@@ -74,6 +76,7 @@ class Group:
         self._auto_schedule = auto_schedule
         self.communicator = communicator
         self.key = ranks if key is None else key
+        self._trip_seconds = trip_seconds
         self.use(config)
 
     def use(self, config: Config) -> None:
@@ -105,8 +108,8 @@ class Group:
         if name != "auto":
             return name
         exchanging, shares = (self.nodes.count, self.nodes.size) if self.nodes else (self.world_size, 1)
-        link_gbps = self.config.transport.link_gbps
-        return self._auto_schedule or schedule_for(exchanging, nbytes // shares, link_gbps, self.on_gpu)
+        link = self.config.transport.link_gbps, self.on_gpu, self._trip_seconds
+        return self._auto_schedule or schedule_for(exchanging, nbytes // shares, *link)
 
     def checksum_of(self, config: Config) -> int:
         """Checksum of a call's settings. That of the usual settings is at hand, as small calls are many."""

@@ -33,7 +33,7 @@ from .comparison import RankComparison
 if TYPE_CHECKING:
     from .small import Exchanges, SmallCollectives, SmallMessages
 
-_FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
+FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 _DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
 _MIN_BYTES_TO_LEARN = 1 << 20  # smaller calls fit into buffers, and say nothing about the link
 
@@ -238,7 +238,7 @@ class Transport(FrameTransport):
     Attributes:
         link_gbps: the speed of the link between ranks in Gbit/s, given or measured; None: unknown.
         most_with_comparison: bytes of values that may travel in the same message as a comparison.
-        trip_seconds: time of a short message to the other ranks, the same on all ranks; 0: not measured.
+        trip_seconds: time of a short message to another rank, the same on all ranks; 0: not measured.
         carried_gbps: the speed of a far link in Gbit/s that calls have shown, see `learn`; 0: unknown.
         plain: the uncompressed collectives.
         small: the uncompressed collectives of small tensors; None if there are none.
@@ -256,7 +256,7 @@ class Transport(FrameTransport):
     @property
     def is_far(self) -> bool:
         """Whether a short message takes longer than 5 ms, as between cities."""
-        return self.trip_seconds > _FAR_TRIP_SECONDS
+        return self.trip_seconds > FAR_TRIP_SECONDS
 
     def learn(self, nbytes: int, seconds: float, waiting: float) -> None:
         """Estimate the speed of a far link from a call. Each rank has its own estimate, as coders may differ by rank.

@@ -38,6 +38,7 @@ from ..schedules.choice import schedule_for
 from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
+from ..transport.connections import distances
 from ..transport.mesh import connects_all
 from ..transport.topology import Between, Nodes
 from .decisions import (
@@ -198,7 +199,9 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     """
     # Measure the link, with as many connections as it takes.
     backend, transport = subject.host.backend, subject.transport
-    trip = transport.trip_seconds = _latency(subject, 3, min)
+    trip = _latency(subject, 3, min)
+    rounds = 1 if connects_all(subject.world_size) else len(distances(subject.world_size))
+    transport.trip_seconds = trip / rounds
     gbps = 0.0
 
     def carried(count: int) -> float:

@@ -145,7 +145,8 @@ def compressed(
     name = "direct" if config.quantizer.bits else config.transport.schedule  # a fixed rate is exchanged like direct
     on_gpu = group.costs.kind == "gpu"
     if name == "auto":
-        name = schedule_for(exchanging, nbytes * exchanging // group.ranks, config.transport.link_gbps, on_gpu)
+        known = config.transport.link_gbps, on_gpu, group.link.latency
+        name = schedule_for(exchanging, nbytes * exchanging // group.ranks, *known)
     apart = name == "halving"
     if apart and on_gpu:
         raise UnsupportedError("transport.schedule: halving is for CPUs; set auto, ring or direct to plan for GPUs")

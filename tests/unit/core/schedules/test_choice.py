@@ -33,6 +33,24 @@ def test_the_schedule_without_measurements_follows_from_ranks_size_and_link(rank
     assert schedule_for(ranks, nbytes, gbps) == schedule
 
 
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "gbps", "schedule"),
+    [
+        (3, 1, 1.0, "direct"),
+        (9, MiB, None, "direct"),
+        (16, MiB, 1.0, "direct"),
+        (17, MiB, 1.0, "halving"),  # of which each is connected with few others
+        (8, 19 * MiB, 0.1, "direct"),
+        (8, 20 * MiB, 0.1, "ring"),  # whose bytes, 2 MiB without a trip, weigh more than 14 trips
+        (16, 16 * MiB, 0.1, "direct"),
+        (16, 64 * MiB, 0.1, "ring"),
+    ],
+)
+def test_far_ranks_take_the_schedule_of_the_fewest_trips(ranks, nbytes, gbps, schedule):
+    assert schedule_for(ranks, nbytes, gbps, trip_seconds=0.025) == schedule
+    assert schedule_for(ranks, nbytes, gbps, on_gpu=True, trip_seconds=0.025) == schedule_for(ranks, 1, on_gpu=True)
+
+
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "direct"), (8, "direct"), (9, "ring"), (4096, "ring")])
 def test_gpus_do_not_halve(ranks, schedule):
     assert {schedule_for(ranks, nbytes, on_gpu=True) for nbytes in (1, 1 << 30)} == {schedule}
@@ -44,6 +62,8 @@ def test_nodes_choose_for_what_each_of_their_ranks_exchanges():
     group = Group(Training(config), config, range(40), 0, Nodes(ranks, 0, 0))
     assert group.schedule_for(9 * MiB) == "halving" and group.schedule_for(10 * MiB) == "direct"
     assert Group(Training(config), config, range(40), 0).schedule_for(10 * MiB) == "halving"
+    far = Group(Training(config), config, range(40), 0, Nodes(ranks, 0, 0), trip_seconds=0.025)
+    assert far.schedule_for(9 * MiB) == "direct"
     given = Config(transport={"schedule": "ring"}).resolved()
     assert Group(Training(given), given, range(40), 0).schedule_for(1) == "ring"
     assert Group(Training(config), config, range(40), 0, auto_schedule="direct").schedule_for(1) == "direct"

@@ -139,6 +139,16 @@ def test_on_a_long_way_an_exchange_takes_more_than_its_trip(trip, monkeypatch):
     assert 1 >= found.link_gbps >= 0.99 * 0.015 / (0.015 + trip)
 
 
+@pytest.mark.parametrize(("ranks", "rounds"), [(16, 1), (17, 5), (40, 6)])
+def test_many_ranks_agree_in_rounds_of_which_each_is_a_trip(ranks, rounds, monkeypatch):
+    subject = OverLink(1, 1, 1000, 1000)
+    subject.passes, subject.trip, subject.world_size = 1e-9, 0.06, ranks
+    monkeypatch.setattr(module, "time", subject)
+    monkeypatch.setattr(module, "_BURST_SECONDS", 0)
+    measure_link(subject, [list(range(ranks))])
+    assert subject.transport.trip_seconds == pytest.approx(0.06 / rounds)
+
+
 class BegunLater(OverLink):
     """Another rank began a trip earlier: its message is there at once, and then takes twice as long, in turns."""
 
