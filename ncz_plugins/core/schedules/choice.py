@@ -16,8 +16,6 @@ _ALWAYS_DIRECT = range(2, 5)  # numbers of ranks
 _MOSTLY_DIRECT_RANKS, _MOST_DIRECT_RANKS = 8, 16
 _LARGE_SEGMENT_BYTES = 256 << 10  # of each rank, from which bytes take longer than messages
 _SLOW_GBPS = 0.5
-# A ring saves a quarter of the seconds that the tensor would take uncompressed, and costs 2 (ranks - 2) trips.
-_TRIPS_OF_A_RING_SEGMENT = 8
 
 
 def schedule_for(
@@ -38,9 +36,9 @@ def schedule_for(
         return "direct"
     if not 2 <= ranks <= _MOST_DIRECT_RANKS:  # direct would connect all of them
         return "halving"
-    if link_gbps is not None and link_gbps < _SLOW_GBPS:
-        carried = _TRIPS_OF_A_RING_SEGMENT * trip_seconds * link_gbps * 1e9 / 8
-        if nbytes >= ranks * max(_LARGE_SEGMENT_BYTES, carried):
-            return "ring"
+    if trip_seconds > FAR_TRIP_SECONDS:  # then nothing measured says that a link is slow
+        return "direct"
     is_large = nbytes >= ranks * _LARGE_SEGMENT_BYTES
-    return "direct" if is_large or ranks <= _MOSTLY_DIRECT_RANKS or trip_seconds > FAR_TRIP_SECONDS else "halving"
+    if is_large and link_gbps is not None and link_gbps < _SLOW_GBPS:
+        return "ring"
+    return "direct" if is_large or ranks <= _MOSTLY_DIRECT_RANKS else "halving"

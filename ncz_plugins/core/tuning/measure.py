@@ -38,7 +38,6 @@ from ..schedules.choice import schedule_for
 from ..training.policy import ParameterSlice
 from ..training.state import Training
 from ..transport.base import PlainCollectives
-from ..transport.connections import distances
 from ..transport.mesh import connects_all
 from ..transport.topology import Between, Nodes
 from .decisions import (
@@ -160,6 +159,13 @@ class TorchRanks(Subject):
         self.transport.start_max(maximum, Counters()).wait()
         return maximum.tolist()
 
+    def tell_next(self) -> None:
+        """Send a short message to the next rank, and wait for that of the rank before."""
+        n, told = self.world_size, torch.zeros(2, device="cpu")
+        sends, receives = [((self.rank + 1) % n, told[:1])], [((self.rank - 1) % n, told[1:])]
+        for work in self.transport.plain.exchange(sends, receives):
+            work.wait()
+
     def exchange(self, frame, times=1):
         streams = self._between_nodes.streams(list(self.peers), [1] * times, frame.numel(), Counters())
         for stream in times * streams:
@@ -199,9 +205,9 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     """
     # Measure the link, with as many connections as it takes.
     backend, transport = subject.host.backend, subject.transport
-    trip = _latency(subject, 3, min)
-    rounds = 1 if connects_all(subject.world_size) else len(distances(subject.world_size))
-    transport.trip_seconds = trip / rounds
+    trip = _latency(subject, 3, min, partial(subject.highest, [0.0]))
+    # An agreement takes longer than a trip where there are many ranks or few cores. Some rank is next to a far one.
+    transport.trip_seconds = _latency(subject, 3, min, subject.tell_next)
     gbps = 0.0
 
     def carried(count: int) -> float:
@@ -260,7 +266,7 @@ def measure(subject: Subject, seconds: float, tell: Callable[[str], None] = lamb
     # Measure the parts: link and coders.
     clock = _Clock(subject, seconds)
     tell("link")
-    latency = _latency(subject, 21, median_low)
+    latency = _latency(subject, 21, median_low, partial(subject.highest, [0.0]))
     backend = Host().backend
     link_gbps = _link_gbps(subject, backend, seconds / 100, latency)
     tell("coders")
@@ -314,21 +320,24 @@ class _Data:
         return self._tile.repeat(-(-count // _TILE_VALUES))[:count]
 
 
-def _latency(subject: Subject, rounds: int, choose: Callable[[Sequence[float]], float]) -> float:
-    """Seconds of the smallest all-reduce.
+def _latency(
+    subject: Subject, rounds: int, choose: Callable[[Sequence[float]], float], send: Callable[[], object]
+) -> float:
+    """Seconds of a short message, on the slowest rank.
 
-    A round makes two all-reduces: a rank that starts one late finds the messages of others waiting, but then waits
-    twice as long in the next one.
+    A round sends twice: a rank that starts late finds the messages of others waiting, but then waits twice as long for
+    the next ones.
 
     Args:
         rounds: number of rounds.
         choose: picks this rank's time from those of all rounds.
+        send: sends the message, and waits for those of other ranks.
     """
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
         for _ in range(2):
-            subject.highest([0.0])
+            send()
         seconds.append((time.perf_counter() - started) / 2)
     (slowest,) = subject.highest([choose(seconds)])
     return slowest
