@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from optimizers import is_of_muon
 from torch import Tensor
 
 BLOCK = 4096  # elements that share a scale by default
@@ -23,6 +24,9 @@ NUDGE = 1e-6  # how much of a value a nudge changes
 EMBEDDINGS = ("tokens", "positions")  # what their names start with; the head is the first, transposed
 LEAST_OF_BLOCK = 0.02  # a scale from history is at least this part of the block's
 MEASURE_EVERY, FIRST_MEASURED = 20, 10
+MOMENTUM = 0.95  # of the sums, in whose singular vectors matrices are coded: Muon's own by default
+FIRST_ROTATED = 10  # calls before that
+LEAST_TILT = 0.02  # a singular value counts as at least this times the root mean square of all
 
 
 class Candidate(NamedTuple):
@@ -46,8 +50,11 @@ class Candidate(NamedTuple):
         octave: scales are rounded up to 2 to the power of n/octave, which 8 bits can say; 0 is for bfloat16.
         last: the finished sum is rounded again, to steps that are this times the square root of the ranks; 0: not.
         apart: which parameters are treated apart, as by a policy: "vectors", which have one dimension, "embeddings", or
-            both in one string.
-        apart_step: the step of these; 0 leaves them uncompressed.
+            both in one string; "rest" is all but the matrices that Muon trains.
+        apart_step: the step of these; 0 leaves them uncompressed. The rest is rounded by the default.
+        rotated: every so many calls matrices get a new basis to be coded in, see Rotation; 0: never.
+        tilt: in that basis, steps follow singular values to this power, and one scale serves all of a matrix: its
+            root mean square. 0: as `scale` says.
     """
 
     rounding: str
@@ -60,6 +67,8 @@ class Candidate(NamedTuple):
     last: float = 0.0
     apart: str = ""
     apart_step: float = 0.0
+    rotated: int = 0
+    tilt: float = 0.0
 
     def describe(self) -> str:
         """A few words: "random, block of 256, 0.5"."""
@@ -67,6 +76,7 @@ class Candidate(NamedTuple):
             return self.rounding
         scale = f"block of {self.block}" if self.scale == "block" else self.scale
         more = {"feedback": self.feedback, "kept in": self.kept_in, "octave": self.octave, "last": self.last}
+        more |= {"rotated every": self.rotated, "tilt": self.tilt}
         extra = "".join(f", {name} {value:g}" for name, value in more.items() if value)
         if self.apart:
             extra += f", {self.apart} {f'{self.apart_step:g}' if self.apart_step else 'uncompressed'}"
@@ -74,6 +84,8 @@ class Candidate(NamedTuple):
 
     def treats_apart(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a parameter is one of those."""
+        if self.apart == "rest":
+            return not is_of_muon(name, shape)
         vector = "vectors" in self.apart and len(shape) == 1
         return vector or ("embeddings" in self.apart and name.startswith(EMBEDDINGS))
 
@@ -81,6 +93,8 @@ class Candidate(NamedTuple):
         """What is done to these."""
         if not self.apart_step:
             return Candidate("plain")
+        if self.apart == "rest":
+            return Candidate("strata", "block", self.apart_step, self.block)
         return self._replace(step=self.apart_step, apart="", apart_step=0.0)
 
 
@@ -111,6 +125,7 @@ class Quantizer:
                 if part:
                     self._parts.append((places, Quantizer(how, part, seed + whether)))
         self.bits: list[float] = []
+        self._rotation = Rotation(shapes, candidate.rotated, candidate.tilt) if candidate.rotated else None
         self._generator = torch.Generator().manual_seed(seed)
         self._calls = 0
         self._squares: Tensor | None = None  # running mean of squared sums
@@ -131,17 +146,24 @@ class Quantizer:
         if candidate.feedback:
             self._residuals = self._residuals or [torch.zeros_like(each) for each in gradients]
             gradients = [each + residual for each, residual in zip(gradients, self._residuals)]
+        if self._rotation:
+            gradients = [self._rotation.into(each) for each in gradients]
         scale, scale_bits = self._scale(gradients)
         step = (candidate.step * scale).clamp_min(1e-30)
         codes = self._rounded([each / step for each in gradients])
         if candidate.feedback:
             lost = [candidate.feedback * (g - c * step) for g, c in zip(gradients, codes)]
+            if self._rotation:
+                lost = [self._rotation.back(each) for each in lost]  # the next call may have another basis
             self._residuals = [self._kept(each) for each in lost]
         total, factor = self._rounded_again(sum(codes), n)
         if self._calls % MEASURE_EVERY == FIRST_MEASURED:
             partial = torch.stack(codes[:-1]).cumsum(0)
             self.bits.append((sum(map(entropy, partial)) / (n - 1) + entropy(total)) / 2 + scale_bits)
         result = total * (factor * step / n)
+        if self._rotation:
+            result = self._rotation.back(result)
+            self._rotation.follow(result)
         if candidate.scale == "history":
             squares = n * result * result  # about those of one rank
             before = torch.zeros_like(squares) if self._squares is None else self._squares
@@ -202,6 +224,8 @@ class Quantizer:
     def _scale(self, gradients: list[Tensor]) -> tuple[Tensor, float]:
         """What steps are relative to, the same on all ranks, [elements], and the bits that agreeing on it takes."""
         candidate, numel = self.candidate, gradients[0].numel()
+        if candidate.tilt and self._rotation and self._rotation.bases:
+            return self._rotation.tilted(gradients), FP32 * len(self.shapes) / numel
         if candidate.scale in ("block", "history"):
             scale, numbers = self._by_block(gradients), -(-numel // candidate.block)
         else:
@@ -238,6 +262,73 @@ class Quantizer:
                 numbers += rows + numel // rows
             first += numel
         return torch.cat(found), numbers
+
+
+class Rotation:
+    """Matrices in the basis of the singular vectors of a momentum of their sums, which all ranks have.
+
+    Noise that is equal in all elements drowns the small singular values of a gradient, and Muon makes all values equal.
+    In this basis, of the shorter side of a matrix, each row belongs to one singular value.
+
+    Args:
+        shapes: of the matrices, one behind the other, [elements] in all.
+        every: so many calls there is a new basis; the first ones have none.
+        tilt: how steps follow singular values, see Candidate.
+
+    Attributes:
+        bases: one for each matrix, [shorter side, directions], the largest singular value first.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], every: int, tilt: float):
+        self.shapes, self.every, self.tilt = shapes, every, tilt
+        self.bases: list[Tensor] = []
+        self._tilts: list[Tensor] = []  # by direction, with a geometric mean of 1
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self._momentum: Tensor | float = 0.0
+        self._calls = 0
+
+    def into(self, flat: Tensor) -> Tensor:
+        """[elements], of each matrix one direction after the other."""
+        if not self.bases:
+            return flat
+        return torch.cat([(basis.T @ each).flatten() for basis, each in zip(self.bases, self._wide(flat))])
+
+    def back(self, flat: Tensor) -> Tensor:
+        """What `into` was given."""
+        if not self.bases:
+            return flat
+        found = []
+        for shape, basis, rows in zip(self.shapes, self.bases, flat.split(self._sizes)):
+            wide = basis @ rows.view(len(basis), -1)
+            found.append((wide.T if shape[0] > shape[1] else wide).flatten())
+        return torch.cat(found)
+
+    def tilted(self, gradients: list[Tensor]) -> Tensor:
+        """What steps are relative to, [elements]: one number of each matrix, times what its directions are worth."""
+        found = []
+        for tilt, *parts in zip(self._tilts, *(each.split(self._sizes) for each in gradients)):
+            largest = torch.stack([part.square().mean() for part in parts]).amax().sqrt()
+            found.append((largest * tilt).repeat_interleave(parts[0].numel() // len(tilt)))
+        return torch.cat(found)
+
+    def follow(self, total: Tensor) -> None:
+        """Learn from a sum, and make new bases when it is time."""
+        self._momentum = MOMENTUM * self._momentum + (1 - MOMENTUM) * total
+        self._calls += 1
+        if self._calls < FIRST_ROTATED or (self.bases and self._calls % self.every):
+            return
+        self.bases, self._tilts = [], []
+        for matrix in self._wide(self._momentum):
+            squares, basis = torch.linalg.eigh(matrix @ matrix.T)
+            values = squares.flip(0).clamp_min(0).sqrt()
+            tilt = (values / values.square().mean().sqrt().clamp_min(1e-30) + LEAST_TILT) ** self.tilt
+            self.bases.append(basis.flip(1))
+            self._tilts.append(tilt / tilt.log().mean().exp())
+
+    def _wide(self, flat: Tensor) -> list[Tensor]:
+        """Each matrix with its shorter side first."""
+        matrices = [each.view(shape) for each, shape in zip(flat.split(self._sizes), self.shapes)]
+        return [each.T if each.shape[0] > each.shape[1] else each for each in matrices]
 
 
 def entropy(codes: Tensor) -> float:

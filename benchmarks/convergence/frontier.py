@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/convergence/frontier.py [--seeds 3] [--part screen] [--processes 1] [--report]
 
 Prints a table, and writes benchmarks/results/frontier.json and docs/images/frontier.png. Runs that are done are kept in
-results/frontier.jsonl: an interrupted search goes on where it was. candidates.py says what was tried.
+results/frontier.jsonl, beside those of the repository: an interrupted search goes on where it was. candidates.py says
+what was tried.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -117,6 +119,17 @@ SHORT = (
 )
 # At a high rate a millionth decides where that training ends: this shows how far chance goes.
 CHAOS = (PLAIN, NUDGED, DEFAULT, COARSE)
+# What Muon trains, finely, and the rest by the default. Plain and default first: they are compared with all others.
+FED = Candidate("nearest", "block", 0.1, 128, feedback=1, apart="rest", apart_step=0.375)
+TURNED = FED._replace(step=0.035, rotated=20, tilt=0.5)
+MUON = (
+    PLAIN,
+    DEFAULT,
+    TURNED,
+    *(FED._replace(step=step) for step in (0.05, 0.1)),
+    FED._replace(step=0.2, rotated=20),
+    *(TURNED._replace(step=step) for step in (0.05, 0.2)),
+)
 PRESETS = (PLAIN, *(Candidate("strata", "block", step, 128) for step in (0.25, 0.375, 0.85)))
 PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "screen": ("GPT", "AdamW", SCREEN, 300, 2),
@@ -125,6 +138,8 @@ PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "short": ("GPT short", "AdamW", SHORT, 1500, 2),
     "chaos": ("GPT short", "AdamW 0.003", CHAOS, 1500, 2),
     "Lion": ("GPT", "Lion", PRESETS, 300, 2),
+    "Muon": ("GPT", "Muon", MUON, 300, 2),
+    "Muon 64": ("GPT, 64 sequences", "Muon", MUON, 300, 2),
 }
 BY_DEFAULT = ("screen", "sums")  # a run of "long" takes 40 minutes of a core
 
@@ -138,13 +153,13 @@ def jobs(part: str, seeds: int) -> list[Job]:
 # ------------------------------------------------------------------ one training
 
 
-def train(job: Job) -> dict[str, Any]:
+def train(job: Job, device: str = "cpu") -> dict[str, Any]:
     """The loss at the end, and what was sent for it."""
     torch.set_num_threads(1)
     started = time.process_time()  # which does not run while others use the core
     task = TASKS[job.task]()
     torch.manual_seed(job.seed)
-    model = task.model()
+    model = task.model().to(device)
     named = dict(model.named_parameters())
     parameters = list(named.values())
     quantizer = Quantizer(job.candidate, [tuple(p.shape) for p in parameters], job.seed, list(named))
@@ -155,7 +170,8 @@ def train(job: Job) -> dict[str, Any]:
         gradients = []
         for rank in range(job.ranks):
             model.zero_grad()
-            loss = task.loss(model, task.training_batch(job.seed, step, rank, job.ranks))
+            batch = task.training_batch(job.seed, step, rank, job.ranks)
+            loss = task.loss(model, tuple(each.to(device) for each in batch))
             loss.backward()
             gradients.append(parameters_to_vector([p.grad for p in parameters]))
             losses.append(loss.item())
@@ -174,8 +190,10 @@ def train(job: Job) -> dict[str, Any]:
         "curve": [round(part.mean().item(), 5) for part in torch.tensor(losses).tensor_split(CURVE)],
         "bits": fmean(quantizer.bits or [16.0 if job.candidate == BF16 else 32.0]),
         "gradient_error": fmean(errors),
-        **task.evaluate(model, 0, 1),
+        **task.evaluate(model.cpu(), 0, 1),
         "seconds": time.process_time() - started,
+        "device": device,
+        "torch": torch.__version__,
     }
 
 
@@ -302,7 +320,7 @@ def written(job: Job, record: dict[str, Any]) -> dict[str, Any]:
     return {"job": job._asdict() | {"candidate": job.candidate._asdict()}, **record}
 
 
-def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]], processes: int) -> None:
+def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]], processes: int, device: str = "cpu") -> None:
     """Do what is left, and keep it."""
     left = [job for job in wanted if job not in done]
     columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -313,7 +331,7 @@ def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]], processes: int
         KEPT.open("a") as file,
     ):
         task = progress.add_task("", total=len(left))
-        for job, record in zip(left, pool.map(train, left)):
+        for job, record in zip(left, pool.map(partial(train, device=device), left)):
             done[job] = record
             print(json.dumps(written(job, record)), file=file, flush=True)
             progress.update(task, advance=1, description=f"{job.candidate.describe()}, seed {job.seed}")
@@ -325,6 +343,8 @@ def draw(found: list[Outcome]) -> None:
     Crosses are fixed rates, which the suite has trained by real processes.
     """
     fixed_rates = [each for each in outcomes_of_suite(suite.published()) if each.setting.is_fixed_rate]
+    searched = {jobs(part, 1)[0].group for part in PARTS}
+    found = [each for each in found if each.group in searched]
     groups = list(dict.fromkeys(each.group for each in found))
     rows = -(-len(groups) // 2)
     figure, plots = plt.subplots(rows, 2, figsize=(18, 6 * rows), layout="constrained", squeeze=False)
@@ -366,13 +386,17 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="trainings at a time (default: cores)")
     parser.add_argument("--report", action="store_true", help="train nothing: show and write what is there")
     arguments = parser.parse_args()
-    done = kept()
+    done = committed() | kept()
     if not arguments.report:
         for part in arguments.part or BY_DEFAULT:
             train_all(jobs(part, arguments.seeds), done, arguments.processes)
-    found = outcomes(done)
-    Console().print(table(found))
-    draw(found)
+    Console().print(table(outcomes(done)))
+    draw(outcomes(done))
+    publish(done)
+
+
+def publish(done: dict[Job, dict[str, Any]]) -> None:
+    """Write all runs into the repository, and their table into the notebook."""
     whole = {
         "command": "make convergence",
         "versions": {"ncz_plugins": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -381,7 +405,7 @@ def main() -> None:
         "runs": [written(job, record) for job, record in done.items()],
     }
     NUMBERS.write_text(json.dumps(whole, indent=1) + "\n")
-    put_into(NOTEBOOK, markdown(found), MARK)
+    put_into(NOTEBOOK, markdown(outcomes(done)), MARK)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +53,12 @@ def optimizers(name: str, weights: Mapping[str, Tensor], sgd_rate: float) -> lis
         return [Lion(weights.values(), **LION | ({"lr": float(other)} if other else {}))]
     if name == "SGD":
         return [torch.optim.SGD(weights.values(), lr=sgd_rate, momentum=0.9)]
-    of_layers = [key for key, weight in weights.items() if weight.ndim == 2 and key.startswith("blocks.")]
+    of_layers = [key for key, weight in weights.items() if is_of_muon(key, weight.shape)]
     matrices, rest = [weights[key] for key in of_layers], [weights[key] for key in weights if key not in of_layers]
     muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(rest, **ADAMW)]
+
+
+def is_of_muon(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon trains a parameter: the matrices of the layers."""
+    return len(shape) == 2 and name.startswith("blocks.")

@@ -121,12 +121,17 @@ def cnn() -> nn.Module:
 TINY = GPTConfig(context=64, layers=2, heads=4, width=96)  # 0.25 M parameters
 SHORT = GPTConfig(context=64, layers=2, heads=4, width=128)  # 0.44 M
 SMALL = GPTConfig(context=96, layers=3, heads=4, width=128)  # 0.64 M
+MIDDLE = GPTConfig(context=128, layers=4, heads=4, width=256)  # 3.3 M
 LARGE = GPTConfig(context=128, layers=6, heads=6, width=384)  # 10.8 M
 TASKS: dict[str, Callable[[], Digits | Text]] = {
     "GPT tiny": lambda: Text(torch.float32, TINY),
     "GPT tiny bf16": lambda: Text(torch.bfloat16, TINY),
     "GPT short": lambda: Text(torch.float32, SHORT, batch=4),
     "GPT": lambda: Text(torch.float32, SMALL, batch=16),
+    "GPT, 64 sequences": lambda: Text(torch.float32, SMALL, batch=64),
+    "GPT, 256 sequences": lambda: Text(torch.float32, SMALL, batch=256),
+    "GPT of 3 M, 64 sequences": lambda: Text(torch.float32, MIDDLE, batch=64),
+    "GPT of 11 M, 64 sequences": lambda: Text(torch.float32, LARGE, batch=64),
     "GPT large": lambda: Text(torch.float32, LARGE, batch=4),
     "digits CNN": lambda: Digits(cnn),
     "digits MLP": lambda: Digits(mlp),

@@ -24,9 +24,11 @@ NUMEL = 64 * 300 + 7 + 100 + 288
 GRADIENTS = [values(rank, NUMEL) for rank in range(3)]
 EXACT = torch.stack(GRADIENTS).mean(0)
 ALL = list(dict.fromkeys(candidate for _, _, some, _, _ in PARTS.values() for candidate in some))
+MATRICES = [(300, 64), (64, 300)]  # as Muon trains them
+IN_A_LAYER = ["blocks.0.first", "blocks.0.second"]
 
 
-@pytest.mark.parametrize("candidate", ALL, ids=Candidate.describe)
+@pytest.mark.parametrize("candidate", [each for each in ALL if not each.rotated], ids=Candidate.describe)
 def test_averages_are_near_and_can_be_repeated(candidate):
     quantizer, again = (Quantizer(candidate, SHAPES, seed=1) for _ in range(2))
     for _ in range(12):
@@ -75,6 +77,39 @@ def test_what_is_apart_is_treated_as_asked():
             errors = {step: (average[index] - exact).norm() / exact.norm() for step, average in averages.items()}
             assert (errors[0.0] < 1e-6) == (index in which)
             assert errors[0.1] < 0.1 if index in which else errors[0.1] == errors[0.0]
+
+
+def spectrum(seed: int) -> torch.Tensor:
+    """Two matrices whose singular values fall by a factor of two thousand."""
+    matrices = []
+    for number, (rows, columns) in enumerate(MATRICES):
+        left, right = (torch.linalg.qr(values(10 * seed + number, n * 64).view(n, 64))[0] for n in (rows, columns))
+        matrices.append((left * torch.logspace(0, -3.3, 64)) @ right.T)
+    return torch.cat([each.flatten() for each in matrices])
+
+
+def test_in_the_basis_of_the_momentum_small_singular_values_survive():
+    exact = spectrum(seed=1)
+    errors, bits = {}, {}
+    for rotated, tilt in ((0, 0), (5, 0), (5, 0.5)):
+        candidate = Candidate("nearest", "block", 0.1, 128, rotated=rotated, tilt=tilt)
+        quantizer = Quantizer(candidate, MATRICES, 0, IN_A_LAYER)
+        for _ in range(12):
+            average = quantizer([exact, exact])
+        found, wanted = (torch.linalg.svdvals(each.view(MATRICES[0])) for each in (average[:19200], exact[:19200]))
+        errors[rotated, tilt] = (found / wanted - 1).abs().max()
+        bits[rotated, tilt] = quantizer.bits[0]
+    assert errors[5, 0] < 0.1 < 1 < errors[0, 0]
+    assert bits[5, 0.5] < bits[0, 0] - 1
+
+
+@pytest.mark.parametrize("tilt", [0, 0.5])
+def test_what_rotated_matrices_lose_is_fed_back(tilt):
+    candidate = Candidate("nearest", "block", 0.2, 128, feedback=1, apart="rest", rotated=5, tilt=tilt)
+    quantizer = Quantizer(candidate, MATRICES, 0, IN_A_LAYER)
+    exact = spectrum(seed=1)
+    total = torch.stack([quantizer([exact, exact]) for _ in range(50)]).sum(0)
+    assert (total - 50 * exact).norm() < exact.norm()
 
 
 def test_lion_moves_every_weight_by_the_rate():
