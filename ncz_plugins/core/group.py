@@ -102,12 +102,16 @@ class Group:
         """Number of calls so far."""
         return self.state.calls + self.order.exact_calls
 
-    def schedule_for(self, nbytes: int) -> str:
-        """The schedule of frames for a tensor of so many bytes: ring, direct or halving."""
+    def schedule_for(self, nbytes: int, nodes: Nodes | None = None) -> str:
+        """The schedule of frames for a tensor of so many bytes: ring, direct or halving.
+
+        Args:
+            nodes: between which frames travel; None: between all ranks.
+        """
         name = self.config.transport.schedule
         if name != "auto":
             return name
-        exchanging, shares = (self.nodes.count, self.nodes.size) if self.nodes else (self.world_size, 1)
+        exchanging, shares = (nodes.count, nodes.speakers) if nodes else (self.world_size, 1)
         link = self.config.transport.link_gbps, self.on_gpu, self._trip_seconds
         return self._auto_schedule or schedule_for(exchanging, nbytes // shares, *link)
 

@@ -19,6 +19,7 @@ from .schedules.exchange import exchange, exchange_at_once
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.policy import named
+from .transport.topology import Nodes
 
 _SCHEDULES = {"ring": ring, "direct": direct, "halving": halving, "fixed rate": fixed_rate}
 # Below this size the cost of a second frame exceeds what overlapping coding and transfer saves.
@@ -56,7 +57,7 @@ def segments_of_sum(
     Args:
         schedule: "ring", "direct" or "halving".
         exchanging: number of ranks that exchange frames: all of them, or one of each node.
-        shares: parts of the tensor that are summed apart: one for each rank of a node, or 1.
+        shares: parts of the tensor that are summed apart: one for each rank of a node that speaks to others, or 1.
     """
     of_share = exchanging
     if config.quantizer.bits is None:  # else the tensor has rows of equal length, one for each rank
@@ -80,24 +81,33 @@ def plan(group: Group, call: Call) -> Plan:
         # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
         return replace(_exchange(group, call), number=call.number + zlib.crc32(repr(group.ranks).encode()))
     make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
-    made = replace(make(group, call), number=call.number)
-    if group.nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
-        return made
-    return in_nodes(call, made, group.nodes)
+    nodes = _nodes_for(group, call)
+    made = replace(make(group, call, nodes), number=call.number)
+    return made if nodes is None else in_nodes(call, made, nodes)
 
 
-def _broadcast(group: Group, call: Call) -> Plan:
+def _nodes_for(group: Group, call: Call) -> Nodes | None:
+    """The nodes between which the frames of a call travel; None: they travel between all ranks."""
+    nodes = group.nodes
+    if nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
+        return None
+    # Each rank has a segment of its own. If nodes are uneven, not every rank speaks for its segment.
+    is_by_rank = call.collective in ("reduce_scatter_single", "all_gather_single")
+    return None if is_by_rank and not nodes.are_even else nodes
+
+
+def _broadcast(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     layout = Layout.of([call.input.numel()], *frames_of(call.input, call.config, group.on_gpu))
-    schedule = partial(_schedule_of(group, call).broadcast, root=call.root)
+    schedule = partial(_schedule_of(group, call, nodes).broadcast, root=call.root)
     measured = range(1 if group.rank == call.root else 0)
     return Plan(layout, _flat(call.input), _flat(call.output), measured, schedule)
 
 
-def _gather(group: Group, call: Call) -> Plan:
+def _gather(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     layout = layout_of_parts(call.input, group.world_size, call.config, group.on_gpu)
     source = _flat(call.input, layout.segment(group.rank).start)
     measured = range(group.rank, group.rank + 1)
-    return Plan(layout, source, _flat(call.output), measured, _schedule_of(group, call).all_gather)
+    return Plan(layout, source, _flat(call.output), measured, _schedule_of(group, call, nodes).all_gather)
 
 
 def _exchange(group: Group, call: Call) -> Plan:
@@ -111,12 +121,12 @@ def _exchange(group: Group, call: Call) -> Plan:
     return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received)
 
 
-def _sum(group: Group, call: Call) -> Plan:
+def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     """Of an all_reduce, a reduce or a reduce_scatter_single."""
-    n, schedule = group.world_size, _schedule_of(group, call)
+    n, schedule = group.world_size, _schedule_of(group, call, nodes)
     if call.collective != "reduce_scatter_single":
-        exchanging, shares = (group.nodes.count, group.nodes.size) if group.nodes else (n, 1)
-        name = group.schedule_for(call.input.nbytes)
+        exchanging, shares = (nodes.count, nodes.speakers) if nodes else (n, 1)
+        name = group.schedule_for(call.input.nbytes, nodes)
         segments = segments_of_sum(call.input, name, exchanging, shares, call.config, group.on_gpu)
         layout = layout_of_sum(call.input, segments, call.config, group.on_gpu)
         move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
@@ -144,13 +154,13 @@ def _sum(group: Group, call: Call) -> Plan:
     )
 
 
-def _schedule_of(group: Group, call: Call):
+def _schedule_of(group: Group, call: Call, nodes: Nodes | None):
     """The module whose functions move the frames of a call."""
     if call.config.quantizer.bits is not None:
         return _SCHEDULES["fixed rate"]
     if call.baseline is not None and group.nodes is not None:
         return ring  # in which each part enters a node once
-    return _SCHEDULES[group.schedule_for(call.larger.nbytes)]
+    return _SCHEDULES[group.schedule_for(call.larger.nbytes, nodes)]
 
 
 def _flat(tensor: Tensor, start: int = 0) -> Window:

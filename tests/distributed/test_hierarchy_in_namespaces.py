@@ -82,6 +82,41 @@ def test_only_what_is_compressed_leaves_a_node(tmp_path):
     assert 0.9 * counted < sum(crossed) < 1.1 * counted + (1 << 20) < local / 2, (crossed, totals)
 
 
+def sums_and_broadcasts(hierarchy: str) -> dict:
+    """What was sent, with a digest of all results."""
+    start()
+    everyone = [values(r, NUMEL) for r in range(world_size)]
+    exact, results = sum(tensor.double() for tensor in everyone), []
+    transport = {"min_bytes": "128KiB", "link_gbps": 1, "hierarchy": hierarchy}
+    with Communicator({"quantizer": {"mode": "abs", "value": BOUND}, "transport": transport}) as communicator:
+        for src in range(world_size):
+            results += [everyone[rank].clone(), everyone[rank].clone()]
+            communicator.all_reduce(results[-2])
+            communicator.broadcast(results[-1], src)
+            assert (results[-2].double() - exact).abs().max() <= world_size * BOUND + 1e-5
+            assert (results[-1] - everyone[src]).abs().max() <= BOUND
+        nodes = communicator.nodes and communicator.nodes.ranks
+        return {"digest": digest(torch.cat(results)), "nodes": nodes, "total": communicator.stats.to_dict()["total"]}
+
+
+def test_nodes_of_three_two_and_one_ranks_send_less_than_ranks_by_themselves(tmp_path):
+    crossed = {}
+    for hierarchy in ("auto", "off"):
+        with link(3, "1gbit") as (first, second, third):
+            places = [first, second, first, second, first, third]
+            outcomes = on_ranks(6, sums_and_broadcasts, tmp_path, hierarchy, nodes=places)
+            crossed[hierarchy] = sum(node.bytes_sent() for node in (first, second, third))
+        assert len({outcome["digest"] for outcome in outcomes}) == 1
+        nodes = [[0, 2, 4], [1, 3], [5]] if hierarchy == "auto" else None
+        assert all(outcome["nodes"] == nodes for outcome in outcomes)
+        totals = [outcome["total"] for outcome in outcomes]
+        assert all(total["compressed_calls"] == total["calls"] == 12 for total in totals)
+        if hierarchy == "auto":
+            counted = sum(total["wire_bytes"] for total in totals)
+            assert 0.9 * counted < crossed["auto"] < 1.1 * counted + (1 << 20), (crossed, totals)
+    assert crossed["auto"] < 0.75 * crossed["off"]
+
+
 def one_misbehaves(case: str) -> None:
     start()
     communicator = Communicator({"transport": {"timeout_seconds": SECONDS, "min_bytes": 0}})

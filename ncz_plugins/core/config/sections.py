@@ -210,8 +210,8 @@ class TransportConfig(Section):
     )
     hierarchy: Hierarchy = Field(
         default="auto",
-        description="Sum inside each node uncompressed; compress only between nodes. auto: if several nodes have "
-        "equally many ranks, at least 2. An integer: this many consecutive ranks form a node.",
+        description="Sum inside each node uncompressed; compress only between nodes. auto: if there are several "
+        "nodes, and one has several ranks. An integer: this many consecutive ranks form a node.",
     )
     connections: Connections = Field(
         default="auto",

@@ -1,13 +1,15 @@
 """Hierarchical schedule: plain inside a node, compressed between nodes.
 
-1. The ranks of a node add up their tensors, uncompressed. Each rank gets the node's sum of one share of the tensor.
-2. The ranks with the same local rank, one on each node, run a compressed collective on their share. All shares run at
-   the same time.
-3. The ranks of a node give each other the finished shares.
+1. The ranks of a node add up their tensors, uncompressed. Each speaker of the node gets the sum of one share.
+2. The speakers with the same local rank, one on each node, run a compressed collective on their share. All shares run
+   at the same time.
+3. The speakers of a node give all its ranks the finished shares.
 
-So a node sends one tensor, compressed, whatever number of ranks it has, and all its ranks do a part of the coding.
+So a node sends one tensor, compressed, whatever number of ranks it has. All ranks of the smallest node are speakers,
+and equally many of each other node: all ranks if nodes are even. They do the coding.
 
 A share is a run of neighbouring segments. The layout is that of a call without nodes, so the same blocks share a scale.
+Reduce-scatters and all-gathers need even nodes.
 """
 
 from __future__ import annotations
@@ -51,8 +53,7 @@ def in_nodes(call: Call, plan: Plan, nodes: Nodes) -> Plan:
 
 
 def _all_reduce(plan: Plan, nodes: Nodes) -> Plan:
-    shares = _shares(plan, nodes)
-    own = shares[nodes.local_rank]
+    shares, own = _shares(plan, nodes), _own_share(plan, nodes)
 
     def within_node(transport: Transport, counters: Counters) -> Window:
         def addend(local_rank: int) -> Tensor:
@@ -66,13 +67,14 @@ def _all_reduce(plan: Plan, nodes: Nodes) -> Plan:
             outputs = [plan.output[plan.layout.elements(share)] for share in shares]
             _gather_in_node(nodes, transport, outputs, counters)
 
-    plan = replace(plan, addends=nodes.count, addend=nodes.node)
+    # Nothing is coded, and so nothing lost, on ranks that are no speakers.
+    plan = replace(plan, addends=nodes.count, addend=nodes.node, feedback=plan.feedback if nodes.speaks else None)
     return replace(plan, measured=own, within_node=within_node, schedule=schedule)
 
 
 def _reduce(plan: Plan, nodes: Nodes, root_rank: int) -> Plan:
     """Reduce: shares of the sum go to the root's node, and there to the root."""
-    summed, own = _all_reduce(plan, nodes), _shares(plan, nodes)[nodes.local_rank]
+    summed, own = _all_reduce(plan, nodes), _own_share(plan, nodes)
     root = _node_of(root_rank, nodes)
     is_root = nodes.ranks[nodes.node][nodes.local_rank] == root_rank
 
@@ -88,7 +90,7 @@ def _reduce(plan: Plan, nodes: Nodes, root_rank: int) -> Plan:
             shares = zip(nodes.ranks[root], _shares(plan, nodes))
             receives = [(rank, plan.output[plan.layout.elements(each)]) for rank, each in shares if rank != root_rank]
             exchange_in_node(nodes, transport, [], receives, counters)
-        else:
+        elif nodes.speaks:
             exchange_in_node(nodes, transport, [(root_rank, share)], [], counters)
 
     return replace(summed, schedule=schedule)
@@ -99,10 +101,10 @@ def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
 
     So each rank ends with its own segment.
     """
-    own = _shares(plan, nodes)[nodes.local_rank]
+    own = _own_share(plan, nodes)
 
     def within_node(transport: Transport, counters: Counters) -> Window:
-        by_rank = plan.source.data.view(nodes.count * nodes.size, -1)
+        by_rank = plan.source.data.view(nodes.count * nodes.speakers, -1)
         buffer = _buffer("share", plan.source.data, nodes.count * by_rank.shape[1])
 
         def addend(local_rank: int) -> Tensor:
@@ -116,15 +118,15 @@ def _reduce_scatter(plan: Plan, nodes: Nodes) -> Plan:
 
     output = Window(plan.output.data, plan.layout.segment(own[nodes.node]).start)
     # Error feedback keeps residuals by rank, and the codec now has the segments in another order.
-    order = [rank for local_rank in range(nodes.size) for rank in _with_local_rank(nodes, local_rank)]
-    feedback = plan.feedback and plan.feedback.in_order(order, of=nodes.count * nodes.size)
+    order = [rank for local_rank in range(nodes.speakers) for rank in _with_local_rank(nodes, local_rank)]
+    feedback = plan.feedback and plan.feedback.in_order(order, of=nodes.count * nodes.speakers)
     plan = replace(plan, feedback=feedback, addends=nodes.count, addend=nodes.node)
     return replace(plan, output=output, measured=own, within_node=within_node, schedule=schedule)
 
 
 def _all_gather(plan: Plan, nodes: Nodes) -> Plan:
     """All-gather with the shares of `_reduce_scatter`."""
-    own = _shares(plan, nodes)[nodes.local_rank]
+    own = _own_share(plan, nodes)
     segment = own[nodes.node]
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
@@ -134,7 +136,7 @@ def _all_gather(plan: Plan, nodes: Nodes) -> Plan:
         _run_between_nodes("all_gather_single", plan, nodes, transport, own_codec, own, counters)
         if codec.bypass:
             return
-        by_rank = plan.output.data.view(nodes.count * nodes.size, -1)
+        by_rank = plan.output.data.view(nodes.count * nodes.speakers, -1)
 
         # Give the finished share to the other ranks of this node, and take theirs.
         _copy_to_rows(mine, by_rank, _with_local_rank(nodes, nodes.local_rank))
@@ -153,18 +155,21 @@ def _broadcast(plan: Plan, nodes: Nodes, root_rank: int, block: int) -> Plan:
 
     A share is one segment.
     """
-    layout = Layout.split(plan.layout.numel, nodes.size, plan.layout.frame_elements, block)
-    own = range(nodes.local_rank, nodes.local_rank + 1)
+    layout = Layout.split(plan.layout.numel, nodes.speakers, plan.layout.frame_elements, block)
+    own = range(nodes.local_rank, nodes.local_rank + 1) if nodes.speaks else range(0)
     root = _node_of(root_rank, nodes)
     at_root = nodes.node == root
 
     def shares_of(whole: Window) -> list[Tensor]:
-        return [whole[layout.segment(i)] for i in range(nodes.size)]
+        return [whole[layout.segment(i)] for i in range(nodes.speakers)]
 
     def within_node(transport: Transport, counters: Counters) -> Window:
-        mine = shares_of(plan.source)[nodes.local_rank]
+        shares, received = shares_of(plan.source), None
         if at_root:
-            mine = _scatter_in_node(nodes, transport, root_rank, shares_of(plan.source), counters)
+            received = _scatter_in_node(nodes, transport, root_rank, shares, counters)
+        if not nodes.speaks:
+            return plan.source
+        mine = shares[nodes.local_rank] if received is None else received
         return Window(mine, layout.elements(own).start)
 
     def schedule(transport: Transport, codec: Codec, counters: Counters) -> None:
@@ -177,9 +182,14 @@ def _broadcast(plan: Plan, nodes: Nodes, root_rank: int, block: int) -> Plan:
 
 
 def _shares(plan: Plan, nodes: Nodes) -> list[range]:
-    """The segments in the share of each local rank: usually one for each node."""
-    segments = len(plan.layout.lengths) // nodes.size
-    return [range(i * segments, (i + 1) * segments) for i in range(nodes.size)]
+    """The segments in the share of each speaker, by local rank: usually one for each node."""
+    segments = len(plan.layout.lengths) // nodes.speakers
+    return [range(i * segments, (i + 1) * segments) for i in range(nodes.speakers)]
+
+
+def _own_share(plan: Plan, nodes: Nodes) -> range:
+    """The segments in the share of this rank; none if it is no speaker."""
+    return _shares(plan, nodes)[nodes.local_rank] if nodes.speaks else range(0)
 
 
 def _with_local_rank(nodes: Nodes, local_rank: int) -> list[int]:
@@ -213,10 +223,14 @@ def _run_between_nodes(
     counters: Counters,
     **root,
 ) -> None:
-    """Run the plan's own schedule on one share, between this rank's counterparts on all nodes.
+    """Run the plan's own schedule on one share, between this rank's counterparts on all nodes, if it is a speaker.
 
     The share of the output is then complete, unless `codec` has a bypass, which is the same on all ranks.
     """
+    if not nodes.speaks:
+        counters.plain_bytes = 0
+        codec.finish()  # which finds out whether there is a bypass
+        return
     counters.plain_bytes = plain_wire_bytes(collective, codec.source.data.nbytes, nodes.count)
     codec = codec.for_segments(share)
     plan.schedule(Between(transport, nodes), codec, counters, **root)
@@ -232,41 +246,55 @@ def _sum_in_node(
     """Add up this rank's share over the ranks of this node, in the tensors' own dtype.
 
     Args:
-        addend: takes a local rank. Returns this rank's values of that rank's share; may reuse memory in each call.
+        addend: takes the local rank of a speaker. Returns this rank's values of that one's share; may reuse memory in
+            each call.
+
+    Returns the sum; on ranks that are no speakers, the rank's own values.
     """
-    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_shares(plan, nodes)[nodes.local_rank])
-    count = elements.stop - elements.start
-    total = _buffer("sum", plan.source.data, count)
-    for turn, (to, source) in enumerate(_partners(nodes)):
-        received = _buffer("received", total, count) if turn else total
-        exchange_in_node(nodes, transport, [(ranks[to], addend(to))], [(ranks[source], received)], counters)
-        with span("local", total.nbytes, counters):
-            total += received if turn else addend(nodes.local_rank)
-    return Window(total, elements.start)
+    ranks, elements = nodes.ranks[nodes.node], plan.layout.elements(_own_share(plan, nodes))
+    count, total = elements.stop - elements.start, None
+    for to, source in _partners(nodes):
+        received = _buffer("sum" if total is None else "received", plan.source.data, count)  # of 0 elements: none comes
+        sends = [(ranks[to], addend(to))] if to < nodes.speakers else []
+        exchange_in_node(nodes, transport, sends, [(ranks[source], received)], counters)
+        if nodes.speaks:
+            with span("local", received.nbytes, counters):
+                total = received.add_(addend(nodes.local_rank)) if total is None else total.add_(received)
+    if not nodes.speaks:
+        return plan.source
+    return Window(addend(nodes.local_rank) if total is None else total, elements.start)
 
 
 def _partners(nodes: Nodes) -> list[tuple[int, int]]:
     """The pairs of local ranks to send to and to receive from, one after another. All ranks are busy in each turn."""
-    return [((nodes.local_rank + i) % nodes.size, (nodes.local_rank - i) % nodes.size) for i in range(1, nodes.size)]
+    own, size = nodes.local_rank, len(nodes.ranks[nodes.node])
+    return [((own + i) % size, (own - i) % size) for i in range(1, size)]
 
 
-def _scatter_in_node(nodes: Nodes, transport: Transport, root: int, shares: list[Tensor], counters: Counters) -> Tensor:
-    """Send each rank of this node its share of the values of rank `root`. Returns this rank's share."""
-    ranks, own = nodes.ranks[nodes.node], shares[nodes.local_rank]
-    if ranks[nodes.local_rank] == root:
+def _scatter_in_node(
+    nodes: Nodes, transport: Transport, root: int, shares: list[Tensor], counters: Counters
+) -> Tensor | None:
+    """Send each speaker of this node its share of the values of rank `root`.
+
+    Returns the share that came; None on the root, which has its share, and on ranks that are no speakers.
+    """
+    ranks, own = nodes.ranks[nodes.node], nodes.local_rank
+    if ranks[own] == root:
         sends = [(rank, share) for rank, share in zip(ranks, shares) if rank != root]
         exchange_in_node(nodes, transport, sends, [], counters)
-        return own
-    received = _buffer("share", own, own.numel())
+    if ranks[own] == root or not nodes.speaks:
+        return None
+    received = _buffer("share", shares[own], shares[own].numel())
     exchange_in_node(nodes, transport, [], [(root, received)], counters)
     return received
 
 
 def _gather_in_node(nodes: Nodes, transport: Transport, shares: list[Tensor], counters: Counters) -> None:
-    """Send this rank's share to the other ranks of this node, and receive theirs into `shares`."""
-    own = shares[nodes.local_rank]
-    others = [(rank, share) for rank, share in zip(nodes.ranks[nodes.node], shares) if share is not own]
-    exchange_in_node(nodes, transport, [(rank, own) for rank, _ in others], others, counters)
+    """Send this rank's share to the other ranks of this node, and receive into `shares` those of its speakers."""
+    ranks, own = nodes.ranks[nodes.node], nodes.local_rank
+    sends = [(rank, shares[own]) for rank in nodes.neighbors] if nodes.speaks else []
+    receives = [(ranks[i], share) for i, share in enumerate(shares) if i != own]
+    exchange_in_node(nodes, transport, sends, receives, counters)
 
 
 def _buffer(name: str, like: Tensor, count: int) -> Tensor:

@@ -27,7 +27,7 @@ class Nodes:
     """Nodes and their ranks, from the view of one rank.
 
     Attributes:
-        ranks: the ranks of each node, [nodes][local ranks]. All nodes have the same number of ranks.
+        ranks: the ranks of each node, [nodes][local ranks]. Nodes may have different numbers of ranks.
         node: the node of this rank.
         local_rank: the index of this rank among the ranks of its node.
         processes: rank -> process id, for each neighbor, if this rank can read their memory; else None.
@@ -49,9 +49,19 @@ class Nodes:
         return len(self.ranks)
 
     @property
-    def size(self) -> int:
-        """The number of ranks of a node."""
-        return len(self.ranks[0])
+    def speakers(self) -> int:
+        """The number of ranks of each node that speak with other nodes, its first ones: all ranks of the smallest."""
+        return min(map(len, self.ranks))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is one of the speakers."""
+        return self.local_rank < self.speakers
+
+    @property
+    def are_even(self) -> bool:
+        """Whether all nodes have the same number of ranks, so that all ranks speak."""
+        return max(map(len, self.ranks)) == self.speakers
 
 
 class Between(FrameTransport):
@@ -59,6 +69,7 @@ class Between(FrameTransport):
 
     Args:
         transport: the transport between all ranks.
+        nodes: this rank must be one of the speakers.
     """
 
     def __init__(self, transport: Transport, nodes: Nodes):
@@ -137,7 +148,7 @@ def find_nodes(setting: int | str, places: Places, rank: int, world_size: int) -
     nodes = places.hosts if setting == "auto" else _nodes_of(setting, world_size)
     if setting != "auto" and rank == 0:
         _warn_of_several_machines(nodes, places)
-    if len(nodes) == 1 or {len(ranks) for ranks in nodes} != {len(nodes[0])} or len(nodes[0]) == 1:
+    if len(nodes) == 1 or len(nodes) == world_size:
         return None
     node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
     return Nodes(tuple(map(tuple, nodes)), node, nodes[node].index(rank))

@@ -80,6 +80,7 @@ class Subject(ABC):
         config: configuration whose open settings are to be chosen.
         rank, world_size: this rank, and the number of ranks.
         exchanging: number of ranks that exchange frames: all of them, or one per node.
+        shares: parts of a tensor that are exchanged apart: one for each rank of a node that speaks to others, or 1.
         schedules: schedules to choose from, the default first.
         peers: (rank to send to, rank to receive from) under the default schedule.
     """
@@ -88,6 +89,7 @@ class Subject(ABC):
     rank: int
     world_size: int
     exchanging: int
+    shares: int = 1
     schedules: Sequence[str]
     peers: Sequence[tuple[int, int]]
 
@@ -138,18 +140,21 @@ class TorchRanks(Subject):
         self._ranks = ranks
         self._nodes = nodes
         self.host, self.transport = queue.routes.of(HOST)
-        self._between_nodes = Between(self.transport, nodes) if nodes else self.transport
+        # Ranks that don't speak with other nodes take part in all but the exchange of frames.
+        own, self.exchanging = (nodes.node, nodes.count) if nodes else (rank, len(ranks))
+        self.shares = nodes.speakers if nodes else 1
+        self._speaks = nodes is None or nodes.speaks
+        self._frames = Between(self.transport, nodes) if nodes and nodes.speaks else self.transport
         # A training of its own, so that measuring leaves no trace in that of the user.
         self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
         self.config = config
         self.rank = rank
         self.world_size = len(ranks)
-        self.exchanging = self._between_nodes.world_size
         default = schedule_for(self.exchanging, _MAX_BYTES)
         # Direct would connect all ranks with each other, for as long as they live.
         names = ("ring", "direct", "halving") if connects_all(self.exchanging) else ("ring", "halving")
         self.schedules = sorted(names, key=lambda name: name != default)
-        own, n = self._between_nodes.rank, self.exchanging
+        n = self.exchanging
         self.peers = [(peer, peer) for peer in range(n) if peer != own]
         if default == "halving":  # whose ranks are not connected with all others
             self.peers = [((own + 1) % n, (own - 1) % n)]
@@ -167,7 +172,9 @@ class TorchRanks(Subject):
             work.wait()
 
     def exchange(self, frame, times=1):
-        streams = self._between_nodes.streams(list(self.peers), [1] * times, frame.numel(), Counters())
+        if not self._speaks:
+            return
+        streams = self._frames.streams(list(self.peers), [1] * times, frame.numel(), Counters())
         for stream in times * streams:
             stream.exchange(frame)
         for stream in times * streams:
@@ -497,7 +504,7 @@ def _trials(subject: Subject, config: Config, data: _Data, clock: _Clock, tell: 
     different = {}
     for each in configs:
         name = each.transport.schedule
-        segments = segments_of_sum(source, name, subject.exchanging, subject.world_size // subject.exchanging, each)
+        segments = segments_of_sum(source, name, subject.exchanging, subject.shares, each)
         different.setdefault((name, layout_of_sum(source, segments, each)), each)
     seconds = _interleaved(subject, list(different.values()), source, allowed)
     return [

@@ -56,11 +56,13 @@ def test_gpus_do_not_halve(ranks, schedule):
 def test_nodes_choose_for_what_each_of_their_ranks_exchanges():
     config = Config(transport={"link_gbps": 1.0}).resolved()
     ranks = tuple(tuple(range(first, first + 4)) for first in range(0, 40, 4))
-    group = Group(Training(config), config, range(40), 0, Nodes(ranks, 0, 0))
-    assert group.schedule_for(9 * MiB) == "halving" and group.schedule_for(10 * MiB) == "direct"
+    nodes = Nodes(ranks, 0, 0)
+    group = Group(Training(config), config, range(40), 0, nodes)
+    assert group.schedule_for(9 * MiB, nodes) == "halving" and group.schedule_for(10 * MiB, nodes) == "direct"
+    assert group.schedule_for(10 * MiB) == "halving"  # of a call that runs flat
     assert Group(Training(config), config, range(40), 0).schedule_for(10 * MiB) == "halving"
-    far = Group(Training(config), config, range(40), 0, Nodes(ranks, 0, 0), trip_seconds=0.025)
-    assert far.schedule_for(9 * MiB) == "direct"
+    far = Group(Training(config), config, range(40), 0, nodes, trip_seconds=0.025)
+    assert far.schedule_for(9 * MiB, nodes) == "direct"
     given = Config(transport={"schedule": "ring"}).resolved()
     assert Group(Training(given), given, range(40), 0).schedule_for(1) == "ring"
     assert Group(Training(config), config, range(40), 0, auto_schedule="direct").schedule_for(1) == "direct"

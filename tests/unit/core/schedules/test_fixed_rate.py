@@ -238,7 +238,11 @@ def test_the_random_numbers_of_ranks_and_batches_are_their_own():
 
 
 @pytest.mark.parametrize("way", ["mesh", "rounds"], ids=["read from memory", "messages"])
-@pytest.mark.parametrize("ranks", [((0, 1), (2, 3)), ((0, 3), (1, 4), (2, 5))], ids=["2x2", "3x2, dealt in turn"])
+@pytest.mark.parametrize(
+    "ranks",
+    [((0, 1), (2, 3)), ((0, 3), (1, 4), (2, 5)), ((0, 1, 2), (3, 4), (5,))],
+    ids=["2x2", "3x2, dealt in turn", "3 + 2 + 1"],
+)
 def test_only_what_goes_between_nodes_is_compressed(ranks, way):
     world_size = sum(map(len, ranks))
 

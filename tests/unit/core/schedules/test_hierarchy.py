@@ -5,10 +5,12 @@ import os
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 
 import pytest
 import torch
-from calls import planned, replanned, run_planned
+import torch.distributed as dist
+from calls import planned, replanned, run_decided, run_planned
 from ranks import play, same_bits, values
 
 from ncz_plugins.core.call import Call, plain_wire_bytes
@@ -16,6 +18,7 @@ from ncz_plugins.core.codec.coded_tensor import Codec, CodedTensor
 from ncz_plugins.core.codec.layout import Layout, Window
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import MismatchError
+from ncz_plugins.core.group import Group
 from ncz_plugins.core.planning import layout_of_sum
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
@@ -23,6 +26,7 @@ from ncz_plugins.core.schedules import direct, halving, ring
 from ncz_plugins.core.schedules.hierarchy import in_nodes
 from ncz_plugins.core.training.error_feedback import Feedback, Residuals
 from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
 from ncz_plugins.core.transport.intra_node import with_memory
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.format import CHUNK
@@ -32,6 +36,7 @@ SHAPES = {  # nodes x ranks of each
     "2x3": ((0, 1, 2), (3, 4, 5)),
     "3x2, dealt in turn": ((0, 3), (1, 4), (2, 5)),
 }
+UNEVEN = {"3 + 2 + 1": ((0, 1, 2), (3, 4), (5,)), "2 + 4": ((0, 2), (1, 3, 4, 5))}
 SIZES = (1, 4099, 9 * CHUNK, 100_003)  # the last is a prime
 PARTS = (1, 4097, 3 * CHUNK)
 BOUND = 0.01
@@ -42,16 +47,20 @@ CONFIGS = {
 }
 SMALL_FRAMES = Config(quantizer={"mode": "rms", "value": BOUND}, transport={"frame_bytes": "16KiB"})
 SCHEDULES = {"ring": ring, "direct": direct, "halving": halving}
+SUM = dist.ReduceOp.SUM
+
+
+ANY_SHAPES = SHAPES | UNEVEN
 
 
 def nodes_of(shape: str, rank: int) -> Nodes:
-    ranks = SHAPES[shape]
+    ranks = ANY_SHAPES[shape]
     node = next(i for i, members in enumerate(ranks) if rank in members)
     return Nodes(ranks, node, ranks[node].index(rank))
 
 
 def world_size_of(shape: str) -> int:
-    return sum(map(len, SHAPES[shape]))
+    return sum(map(len, ANY_SHAPES[shape]))
 
 
 def go(transport, shape: str, config: Config, call: Call, number: int = 1, by_messages: bool = False):
@@ -68,13 +77,32 @@ def never_plain(_):
     raise AssertionError("the call went plain")
 
 
-def sum_of(tensor, transport, config: Config, schedule, divisor: int = 1, plain=never_plain) -> Call:
+def segments_of(shape: str) -> int:
+    """One for each node in the share of each rank that speaks to others."""
+    nodes = ANY_SHAPES[shape]
+    return len(nodes) * min(map(len, nodes))
+
+
+def sum_of(
+    tensor, transport, config: Config, schedule, divisor: int = 1, plain=never_plain, segments: int | None = None
+) -> Call:
     n, rank = transport.world_size, transport.rank
     flat = Window(tensor)
-    layout = layout_of_sum(tensor, n, config)
+    segments = segments or n
+    layout = layout_of_sum(tensor, segments, config)
     reduce = schedule.all_reduce
     return planned(
-        "all_reduce", config, layout, flat, flat, range(n), reduce, plain, addends=n, addend=rank, divisor=divisor
+        "all_reduce",
+        config,
+        layout,
+        flat,
+        flat,
+        range(segments),
+        reduce,
+        plain,
+        addends=n,
+        addend=rank,
+        divisor=divisor,
     )
 
 
@@ -91,7 +119,7 @@ def bound_of(name: str, world_size: int) -> float:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ANY_SHAPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_all_reduce(schedule, shape, name):
     world_size, config = world_size_of(shape), CONFIGS[name]
@@ -99,7 +127,7 @@ def test_all_reduce(schedule, shape, name):
     def body(transport, by_messages):
         tensors = [values(transport.rank, numel) for numel in SIZES]
         for tensor in tensors:
-            call = sum_of(tensor, transport, config, SCHEDULES[schedule])
+            call = sum_of(tensor, transport, config, SCHEDULES[schedule], segments=segments_of(shape))
             counters = go(transport, shape, config, call, by_messages=by_messages)
             assert counters.bytes_in == tensor.nbytes and counters.compressed_calls == 1
         return tensors
@@ -183,7 +211,7 @@ def test_all_gather(schedule, shape, name):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ANY_SHAPES)
 @pytest.mark.parametrize("name", ["nearest", "lossless"])
 def test_broadcast(schedule, shape, name):
     world_size, config = world_size_of(shape), CONFIGS[name]
@@ -527,7 +555,109 @@ def test_tensors_go_with_their_last_reference(collective):
         gc.enable()
 
 
+# ---------------------------------------------------------------- nodes of any shape
+
+
+def shape_of(world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks dealt to several nodes at random, of which one has several ranks."""
+    random = Random(world_size)
+    while True:
+        found: dict[int, list[int]] = {}
+        for rank in range(world_size):
+            found.setdefault(random.randrange(1 + world_size // 2), []).append(rank)
+        if 1 < len(found) < world_size:
+            return tuple(map(tuple, found.values()))
+
+
+def run_in_nodes(transport, nodes: Nodes, given: Config, collective: str, of_rank, root: int):
+    """A whole call. Returns the result, and what was counted."""
+    rank, n = transport.rank, transport.world_size
+    config = given.with_transport(min_bytes=0, frame_bytes=16 << 10, schedule=given.transport.schedule).resolved()
+    input = of_rank(rank)
+    output, op = input, SUM
+    if collective == "reduce_scatter_single":
+        output = torch.full_like(input[: len(input) // n], float("nan"))
+    elif collective == "all_gather_single":
+        input, op = input[: len(input) // n], None
+        output = torch.full_like(of_rank(rank), float("nan"))
+    elif collective == "broadcast":
+        op = None
+    group = Group(Training(config), config, range(n), rank, with_memory(nodes, transport))
+    parts = [ParameterSlice(None, max(input.numel(), output.numel()))]
+    call = Call(collective, input, output, op, root=root, parts=parts, is_written=True)
+    run_decided(group, call, Host(), transport)
+    return output, call.counters
+
+
+@pytest.mark.parametrize("world_size", range(3, 18))
+def test_nodes_of_any_shape_have_the_sums_of_a_flat_call(world_size):
+    """The same bits where sums of floats are exact and nothing is lost, and the bound where something is."""
+    shape, part = shape_of(world_size), 3001
+    numel, root = part * world_size, world_size - 1
+
+    def whole(rank: int) -> torch.Tensor:
+        return values(rank, numel).round()
+
+    collectives = "all_reduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single"
+    kinds = {
+        **{f"exact, {name}": (CONFIGS["lossless"], name) for name in SCHEDULES},
+        "lossy": (CONFIGS["nearest"], "auto"),
+    }
+
+    def body(transport):
+        rank, outcomes = transport.rank, {}
+        node = next(i for i, members in enumerate(shape) if rank in members)
+        nodes = Nodes(shape, node, shape[node].index(rank))
+        for kind, (config, schedule) in kinds.items():
+            config = config.with_transport(schedule=schedule)
+            for collective in collectives:
+                outcomes[kind, collective] = run_in_nodes(transport, nodes, config, collective, whole, root)
+        return outcomes
+
+    found = play(world_size, body)
+    total = sum(whole(rank).double() for rank in range(world_size))
+    for kind, collective in found[0]:
+        results = [each[kind, collective][0] for each in found]
+        exact = {
+            "all_reduce": [total] * world_size,
+            "reduce": [total if rank == root else whole(rank).double() for rank in range(world_size)],
+            "broadcast": [whole(root).double()] * world_size,
+            "reduce_scatter_single": list(total.view(world_size, -1)),
+            "all_gather_single": [torch.cat([whole(rank)[:part] for rank in range(world_size)]).double()] * world_size,
+        }[collective]
+        bound = world_size * BOUND if kind == "lossy" else 0
+        for rank, (result, wanted) in enumerate(zip(results, exact)):
+            assert (result.double() - wanted).abs().max() <= bound, (kind, collective, rank, shape)
+        if collective in ("all_reduce", "broadcast", "all_gather_single"):
+            assert same_bits(results)
+
+
 # ---------------------------------------------------------------- what is counted
+
+
+@pytest.mark.parametrize("shape", UNEVEN)
+def test_in_uneven_nodes_speakers_lose_and_send(shape):
+    """What error feedback keeps is what the result lacks, and what leaves a node is counted on those that send it."""
+    nodes, numel = ANY_SHAPES[shape], 8 * CHUNK
+    speakers, world_size = min(map(len, nodes)), world_size_of(shape)
+
+    def body(transport):
+        residuals, tensor = Residuals(), values(transport.rank, numel)
+        call = sum_of(tensor, transport, CONFIGS["nearest"], direct, segments=segments_of(shape))
+        feedback = Feedback(residuals, [ParameterSlice("weight", numel)])
+        counters = go(transport, shape, CONFIGS["nearest"], replanned(call, feedback=feedback))
+        return tensor, residuals.by_name.get("weight", torch.zeros(numel)), counters
+
+    outcomes = play(world_size, body, reuse=True)
+    lost = sum(kept.double() for _, kept, _ in outcomes)
+    assert lost.abs().max() > BOUND / 4
+    assert (outcomes[0][0].double() + lost - exact_sum(world_size, numel)).abs().max() < 1e-4
+    of_share = plain_wire_bytes("all_reduce", numel // speakers * 4, len(nodes))
+    for ranks in nodes:
+        for local_rank, rank in enumerate(ranks):
+            counters = outcomes[rank][2]
+            assert counters.plain_bytes == (of_share if local_rank < speakers else 0)
+            assert (counters.wire_bytes > 1 << 10) == (local_rank < speakers)  # others agree, and no more
 
 
 def test_bytes_are_counted_apart():

@@ -68,6 +68,18 @@ def test_ranks_of_one_host_stand_for_themselves_with_auto():
     assert found("auto", 4) == found("off", 4) == [None] * 4
 
 
+def test_hosts_of_any_number_of_ranks_are_nodes_if_one_has_several():
+    def nodes_of(*hosts):
+        count = sum(map(len, hosts))
+        return find_nodes("auto", Places(list(hosts), list(hosts)), count - 1, count)
+
+    uneven = nodes_of([0, 2, 4], [1, 3], [5])
+    assert uneven == Nodes(((0, 2, 4), (1, 3), (5,)), 2, 0) and uneven.speakers == 1 and not uneven.are_even
+    larger = nodes_of([0, 1], [2, 3, 4])
+    assert larger.speakers == 2 and not larger.speaks and larger.neighbors == [2, 3]
+    assert nodes_of([0], [1], [2]) is None and nodes_of([0, 1, 2]) is None
+
+
 @pytest.mark.parametrize(("setting", "world_size"), [(2, 3), (3, 4), (4, 4), (8, 4), (2, 2)])
 def test_a_number_that_makes_no_nodes_is_refused(setting, world_size):
     with pytest.raises(ConfigError, match=f"hierarchy: {setting}: {world_size} ranks"):
