@@ -55,6 +55,7 @@ class Candidate(NamedTuple):
         rotated: every so many calls matrices get a new basis to be coded in, see Rotation; 0: never.
         tilt: in that basis, steps follow singular values to this power, and one scale serves all of a matrix: its
             root mean square. 0: as `scale` says.
+        sides: 2 rotates both sides of a matrix, 1 the shorter one.
     """
 
     rounding: str
@@ -69,6 +70,7 @@ class Candidate(NamedTuple):
     apart_step: float = 0.0
     rotated: int = 0
     tilt: float = 0.0
+    sides: int = 1
 
     def describe(self) -> str:
         """A few words: "random, block of 256, 0.5"."""
@@ -77,6 +79,7 @@ class Candidate(NamedTuple):
         scale = f"block of {self.block}" if self.scale == "block" else self.scale
         more = {"feedback": self.feedback, "kept in": self.kept_in, "octave": self.octave, "last": self.last}
         more |= {"rotated every": self.rotated, "tilt": self.tilt}
+        more |= {"sides": self.sides} if self.sides > 1 else {}
         extra = "".join(f", {name} {value:g}" for name, value in more.items() if value)
         if self.apart:
             extra += f", {self.apart} {f'{self.apart_step:g}' if self.apart_step else 'uncompressed'}"
@@ -125,7 +128,7 @@ class Quantizer:
                 if part:
                     self._parts.append((places, Quantizer(how, part, seed + whether)))
         self.bits: list[float] = []
-        self._rotation = Rotation(shapes, candidate.rotated, candidate.tilt) if candidate.rotated else None
+        self._rotation = Rotation(shapes, candidate) if candidate.rotated else None
         self._generator = torch.Generator().manual_seed(seed)
         self._calls = 0
         self._squares: Tensor | None = None  # running mean of squared sums
@@ -272,17 +275,17 @@ class Rotation:
 
     Args:
         shapes: of the matrices, one behind the other, [elements] in all.
-        every: so many calls there is a new basis; the first ones have none.
-        tilt: how steps follow singular values, see Candidate.
+        candidate: how often there is a new basis, of which sides, and how steps follow singular values.
 
     Attributes:
-        bases: one for each matrix, [shorter side, directions], the largest singular value first.
+        bases: for each matrix that of its shorter and of its longer side, [side, directions], the largest singular
+            value first; none in the first calls, and None for a side that stays as it is.
     """
 
-    def __init__(self, shapes: list[tuple[int, ...]], every: int, tilt: float):
-        self.shapes, self.every, self.tilt = shapes, every, tilt
-        self.bases: list[Tensor] = []
-        self._tilts: list[Tensor] = []  # by direction, with a geometric mean of 1
+    def __init__(self, shapes: list[tuple[int, ...]], candidate: Candidate):
+        self.shapes, self.candidate = shapes, candidate
+        self.bases: list[tuple[Tensor, Tensor | None]] = []
+        self._tilts: list[Tensor] = []  # [shorter side, longer side or 1], with a geometric mean of 1
         self._sizes = [math.prod(shape) for shape in shapes]
         self._momentum: Tensor | float = 0.0
         self._calls = 0
@@ -291,15 +294,18 @@ class Rotation:
         """[elements], of each matrix one direction after the other."""
         if not self.bases:
             return flat
-        return torch.cat([(basis.T @ each).flatten() for basis, each in zip(self.bases, self._wide(flat))])
+        turned = [basis.T @ each for (basis, _), each in zip(self.bases, self._wide(flat))]
+        turned = [each if other is None else each @ other for (_, other), each in zip(self.bases, turned)]
+        return torch.cat([each.flatten() for each in turned])
 
     def back(self, flat: Tensor) -> Tensor:
         """What `into` was given."""
         if not self.bases:
             return flat
         found = []
-        for shape, basis, rows in zip(self.shapes, self.bases, flat.split(self._sizes)):
+        for shape, (basis, other), rows in zip(self.shapes, self.bases, flat.split(self._sizes)):
             wide = basis @ rows.view(len(basis), -1)
+            wide = wide if other is None else wide @ other.T
             found.append((wide.T if shape[0] > shape[1] else wide).flatten())
         return torch.cat(found)
 
@@ -308,27 +314,34 @@ class Rotation:
         found = []
         for tilt, *parts in zip(self._tilts, *(each.split(self._sizes) for each in gradients)):
             largest = torch.stack([part.square().mean() for part in parts]).amax().sqrt()
-            found.append((largest * tilt).repeat_interleave(parts[0].numel() // len(tilt)))
+            found.append((largest * tilt).expand(-1, parts[0].numel() // len(tilt)).flatten())
         return torch.cat(found)
 
     def follow(self, total: Tensor) -> None:
         """Learn from a sum, and make new bases when it is time."""
         self._momentum = MOMENTUM * self._momentum + (1 - MOMENTUM) * total
         self._calls += 1
-        if self._calls < FIRST_ROTATED or (self.bases and self._calls % self.every):
+        if self._calls < FIRST_ROTATED or (self.bases and self._calls % self.candidate.rotated):
             return
         self.bases, self._tilts = [], []
         for matrix in self._wide(self._momentum):
-            squares, basis = torch.linalg.eigh(matrix @ matrix.T)
-            values = squares.flip(0).clamp_min(0).sqrt()
-            tilt = (values / values.square().mean().sqrt().clamp_min(1e-30) + LEAST_TILT) ** self.tilt
-            self.bases.append(basis.flip(1))
+            basis, values = _singular(matrix)
+            other, others = _singular(matrix.T) if self.candidate.sides > 1 else (None, torch.zeros_like(values[:1]))
+            worth = (values[:, None] + others) / values.square().mean().sqrt().clamp_min(1e-30)
+            tilt = (worth + LEAST_TILT) ** self.candidate.tilt
+            self.bases.append((basis, other))
             self._tilts.append(tilt / tilt.log().mean().exp())
 
     def _wide(self, flat: Tensor) -> list[Tensor]:
         """Each matrix with its shorter side first."""
         matrices = [each.view(shape) for each, shape in zip(flat.split(self._sizes), self.shapes)]
         return [each.T if each.shape[0] > each.shape[1] else each for each in matrices]
+
+
+def _singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Left singular vectors, [rows, rows], and the values, from large to small."""
+    squares, basis = torch.linalg.eigh(matrix @ matrix.T)
+    return basis.flip(1), squares.flip(0).clamp_min(0).sqrt()
 
 
 def entropy(codes: Tensor) -> float:

@@ -91,21 +91,21 @@ def spectrum(seed: int) -> torch.Tensor:
 def test_in_the_basis_of_the_momentum_small_singular_values_survive():
     exact = spectrum(seed=1)
     errors, bits = {}, {}
-    for rotated, tilt in ((0, 0), (5, 0), (5, 0.5)):
-        candidate = Candidate("nearest", "block", 0.1, 128, rotated=rotated, tilt=tilt)
+    for rotated, tilt, sides in ((0, 0, 1), (5, 0, 1), (5, 0.5, 1), (5, 0.5, 2)):
+        candidate = Candidate("nearest", "block", 0.1, 128, rotated=rotated, tilt=tilt, sides=sides)
         quantizer = Quantizer(candidate, MATRICES, 0, IN_A_LAYER)
         for _ in range(12):
             average = quantizer([exact, exact])
         found, wanted = (torch.linalg.svdvals(each.view(MATRICES[0])) for each in (average[:19200], exact[:19200]))
-        errors[rotated, tilt] = (found / wanted - 1).abs().max()
-        bits[rotated, tilt] = quantizer.bits[0]
-    assert errors[5, 0] < 0.1 < 1 < errors[0, 0]
-    assert bits[5, 0.5] < bits[0, 0] - 1
+        errors[rotated, tilt, sides] = (found / wanted - 1).abs().max()
+        bits[rotated, tilt, sides] = quantizer.bits[0]
+    assert errors[5, 0, 1] < 0.1 < 1 < errors[0, 0, 1]
+    assert bits[5, 0.5, 2] < bits[5, 0.5, 1] < bits[0, 0, 1] - 1
 
 
-@pytest.mark.parametrize("tilt", [0, 0.5])
-def test_what_rotated_matrices_lose_is_fed_back(tilt):
-    candidate = Candidate("nearest", "block", 0.2, 128, feedback=1, apart="rest", rotated=5, tilt=tilt)
+@pytest.mark.parametrize("tilt, sides", [(0, 1), (0.5, 1), (0.5, 2)])
+def test_what_rotated_matrices_lose_is_fed_back(tilt, sides):
+    candidate = Candidate("nearest", "block", 0.2, 128, feedback=1, apart="rest", rotated=5, tilt=tilt, sides=sides)
     quantizer = Quantizer(candidate, MATRICES, 0, IN_A_LAYER)
     exact = spectrum(seed=1)
     total = torch.stack([quantizer([exact, exact]) for _ in range(50)]).sum(0)
