@@ -52,11 +52,10 @@ if TYPE_CHECKING:
     from .core.training.metrics import scalars
     from .core.training.policy import ParameterSlice
     from .core.training.state import Training
-    from .weights.apply import StagedPatch, apply_patch, stage_patch
     from .weights.folders.fetch import fetch_version
     from .weights.folders.publish import publish_version
     from .weights.folders.verify import verify_versions
-    from .weights.make import make_patch
+    from .weights.state_dicts import StagedPatch, apply_patch, make_patch, stage_patch
     from .weights.sync import WeightPublisher, WeightSubscriber, WeightSync
     from .weights.tensors import TensorPart
 
@@ -65,21 +64,21 @@ _LAZY = {
     "Communicator": ".core.communicator",
     "Config": ".core.config",
     "ParameterSlice": ".core.training.policy",
-    "StagedPatch": ".weights.apply",
+    "StagedPatch": ".weights.state_dicts",
     "TensorPart": ".weights.tensors",
     "Training": ".core.training.state",
     "WeightPublisher": ".weights.sync",
     "WeightSubscriber": ".weights.sync",
     "WeightSync": ".weights.sync",
-    "apply_patch": ".weights.apply",
+    "apply_patch": ".weights.state_dicts",
     "compress": ".core.codec.container",
     "decompress": ".core.codec.container",
     "fetch_version": ".weights.folders.fetch",
-    "make_patch": ".weights.make",
+    "make_patch": ".weights.state_dicts",
     "publish_version": ".weights.folders.publish",
     "recording": ".core.runtime.trace",
     "scalars": ".core.training.metrics",
-    "stage_patch": ".weights.apply",
+    "stage_patch": ".weights.state_dicts",
     "verify_versions": ".weights.folders.verify",
 }
 

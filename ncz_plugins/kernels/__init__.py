@@ -15,7 +15,8 @@ This package imports nothing of `ncz_plugins.core`.
     updates.py    lossless frames of elements of which the receiver has an older version
     ieee.py       numpy functions without numpy's warnings
     damage.py     messages for the error codes of compiled kernels
-    addresses.py  checked addresses of tensors for compiled kernels
+    arrays.py     torch tensors and numpy arrays, for code that takes both
+    addresses.py  checked addresses of both for compiled kernels
     scratch.py    working memory that each thread reuses
     cache.py      the user's private cache folder
 """

@@ -1,5 +1,8 @@
 """Interface of all backends, on contiguous 1-D torch tensors.
 
+On CPUs lossless coding (`differences`, `encode_codes`, their inverses, `checksum`, `seal`) takes numpy arrays as well,
+see arrays.py.
+
 Shapes and dtypes that all methods share:
 
 - `x`, `out`: floats, [count], of one of `format.DTYPES`.
@@ -30,13 +33,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from . import damage
+from .arrays import bytes_of, device_of, namespace, numpy_of, viewed
 from .format import (
     HAS_CHECKSUM,
     HEADER,
@@ -50,6 +52,12 @@ from .format import (
     checksum_term,
 )
 from .scratch import Scratch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .arrays import Array
 
 _scratch = Scratch()
 
@@ -104,11 +112,11 @@ class Backend(ABC):
         """out = codes * scale, rounded to nearest even in the dtype of `out`."""
 
     @abstractmethod
-    def encode_codes(self, codes: Tensor, coding: Coding, frame: Tensor) -> int:
+    def encode_codes(self, codes: Array, coding: Coding, frame: Array) -> int:
         """Write `codes` as one frame. Returns its bytes."""
 
     @abstractmethod
-    def decode_codes(self, frame: Tensor, codes: Tensor, add: bool = False) -> None:
+    def decode_codes(self, frame: Array, codes: Array, add: bool = False) -> None:
         """Read one frame into `codes`. With `add`, add its codes to `codes`, modulo 2**32. Raises DamagedFrame."""
 
     @abstractmethod
@@ -139,14 +147,14 @@ class Backend(ABC):
     # ------------------------------------------------------------------ differences between floats
 
     @abstractmethod
-    def differences(self, x: Tensor, base: Tensor, codes: Tensor) -> None:
+    def differences(self, x: Array, base: Array, codes: Array) -> None:
         """codes = the number of floats from `base` to `x`, with a sign. Exact for any bits, also NaN.
 
         Both are of one dtype, not float64. 0.0 and -0.0 are neighbours. Codes wrap, at 16 bits for the half types.
         """
 
     @abstractmethod
-    def add_differences(self, codes: Tensor, base: Tensor, out: Tensor) -> None:
+    def add_differences(self, codes: Array, base: Array, out: Array) -> None:
         """Inverse of `differences`, exact to the bit. `out` may be `base`."""
 
     # ------------------------------------------------------------------ several frames at once
@@ -155,7 +163,8 @@ class Backend(ABC):
 
     def statistics_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """`block_statistics` of several tensors in a row: float64, [3, blocks of all tensors]."""
-        return torch.cat([torch.stack(self.block_statistics(x)) for x in tensors], 1)
+        xp = namespace(tensors[0])
+        return xp.cat([xp.stack(self.block_statistics(x)) for x in tensors], 1)
 
     def encode_sums(
         self, sums: Sequence[Sum], coding: Coding, noise: Noise | None = None, sealed: bool = False
@@ -207,7 +216,7 @@ class Backend(ABC):
     def _added_up(self, sum: Sum, noise: Noise | None) -> Tensor:
         """Codes of a sum, in memory that the next call overwrites."""
         x, inverse_steps, _, frames, first = sum
-        codes = _scratch.of("sum", x.numel(), torch.int32, x.device)
+        codes = _scratch.of("sum", x.numel(), "int32", device_of(x))
         self.quantize(x, inverse_steps, codes, noise and noise.from_block(first))
         for frame in frames:
             self.decode_codes(frame, codes, add=True)
@@ -228,16 +237,18 @@ class Backend(ABC):
     # ------------------------------------------------------------------ checksums and damage
 
     @abstractmethod
-    def checksum(self, frame: Tensor) -> int:
+    def checksum(self, frame: Array) -> int:
         """Checksum of a whole frame, without its checksum field."""
 
-    def digest(self, data: Tensor) -> int:
-        """Checksum of all bytes of a tensor: 32 bits that differ if tensors differ, but for chance."""
-        data = data.view(torch.uint8)
-        if data.numel() < HEADER_BYTES:
-            data = torch.cat([data, data.new_zeros(HEADER_BYTES - data.numel())])
+    def digest(self, data: Array) -> int:
+        """Checksum of all bytes of an array: 32 bits that differ if arrays differ, but for chance."""
+        data = viewed(data, "uint8")
+        if len(data) < HEADER_BYTES:
+            short, data = data, _scratch.of("short", HEADER_BYTES, "uint8", device_of(data))
+            data[len(short) :] = 0
+            data[: len(short)] = short
         field = HEADER_BYTES // 4 - 1
-        word = int.from_bytes(data[4 * field : HEADER_BYTES].cpu().numpy().tobytes(), "little")
+        word = int.from_bytes(bytes_of(data[4 * field : HEADER_BYTES]), "little")
         return (self.checksum(data) + checksum_term(word, field)) % 2**32
 
     def check(self, report: Tensor | None = None) -> None:  # noqa: B027 - most backends have nothing to do here
@@ -247,19 +258,18 @@ class Backend(ABC):
             report: see `GpuBackend.report`.
         """
 
-    def seal(self, frame: Tensor) -> None:
+    def seal(self, frame: Array) -> None:
         """Write the checksum into a finished frame. Decoders verify it.
 
         Args:
             frame: memory that starts with the frame. It may be longer, for frames whose size the host does not know
                 yet.
         """
-        header = HEADER.unpack_from(frame[:HEADER_BYTES].numpy())
-        *_, payload_bytes, _, _ = header
-        frame = frame[: HEADER_BYTES + payload_bytes]
-        fields = [*header[:-2], HAS_CHECKSUM]
-        HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, 0)
-        HEADER.pack_into(frame[:HEADER_BYTES].numpy(), 0, *fields, self.checksum(frame))
+        head = numpy_of(frame[:HEADER_BYTES])
+        *fields, payload_bytes, _, _ = HEADER.unpack_from(head)
+        fields += [payload_bytes, HAS_CHECKSUM]
+        HEADER.pack_into(head, 0, *fields, 0)
+        HEADER.pack_into(head, 0, *fields, self.checksum(frame[: HEADER_BYTES + payload_bytes]))
 
     # ------------------------------------------------------------------ a fixed rate, see reference/fixed_rate.py
 
@@ -433,10 +443,10 @@ class GpuBackend(Backend):
         """
 
 
-def require_seals(frames: Sequence[Tensor]) -> None:
+def require_seals(frames: Sequence[Array]) -> None:
     """Raise DamagedFrame if a frame in host memory has no checksum."""
     for frame in frames:
-        if frame.numel() >= HEADER_BYTES:
-            *_, flags, _ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+        if len(frame) >= HEADER_BYTES:
+            *_, flags, _ = HEADER.unpack(numpy_of(frame[:HEADER_BYTES]))
             if not flags:  # the kernels refuse unknown flags
-                raise damage.error(-damage.NO_CHECKSUM, b"", frame.numel(), 0)
+                raise damage.error(-damage.NO_CHECKSUM, b"", len(frame), 0)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from enum import IntEnum
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 MAGIC = 0x465A434E  # "NCZF", little endian
 VERSION = 1
@@ -59,8 +57,19 @@ RANS_PAGE = 4 * CHUNK  # codes
 RANS_BITS = 12  # bits of a frequency
 RANS_LOWEST = 1 << 16  # lowest state
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-COMBINED_DTYPES = (*DTYPES, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)  # uncompressed sums
+# Names of dtypes by their numbers in kernels. DTYPES and COMBINED_DTYPES are the same as dtypes of torch.
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+COMBINED = (*FLOATS, "int64", "int32", "int8", "uint8", "bool")  # uncompressed sums
+
+
+def __getattr__(name: str) -> Any:
+    """DTYPES and COMBINED_DTYPES, which import torch when they are asked for: what codes files does without."""
+    names = {"DTYPES": FLOATS, "COMBINED_DTYPES": COMBINED}.get(name)
+    if names is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
+
+    return globals().setdefault(name, tuple(getattr(torch, each) for each in names))
 
 
 class Coder(IntEnum):

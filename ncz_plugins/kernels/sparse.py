@@ -8,14 +8,18 @@ those of backend.py.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .arrays import is_on_host, numpy_of, put
 from .backend import Backend
 from .format import CHUNK, HEADER, HEADER_BYTES, MAGIC, VERSION, Coder, Coding, DamagedFrame, Predictor, max_frame_bytes
 from .lossless import check_header, next_frame
 from .scratch import Scratch
+
+if TYPE_CHECKING:
+    from .arrays import Array
 
 _LEAST_CODES = CHUNK  # of a frame: in shorter ones two more headers are too many
 # Most codes that are not 0, for links of this many picoseconds per byte and more: up to 160 Mbit/s, and 1.6 Gbit/s,
@@ -25,50 +29,52 @@ _MAX_SHARES = ((50_000, 1 / 8), (5_000, 1 / 32))
 _scratch = Scratch()
 
 
-def encode_sparse(backend: Backend, codes: Tensor, coding: Coding, frame: Tensor) -> int:
+def encode_sparse(backend: Backend, codes: Array, coding: Coding, frame: Array) -> int:
     """Write `codes` as a SPARSE frame. Returns the bytes written; 0 if it would not pay, or if `coding` says a coder.
 
     `frame` is uint8, at least `max_frame_bytes` of all codes long.
     """
     max_share = next((share for link, share in _MAX_SHARES if coding.costs.link >= link), 0)
-    if coding.coder != Coder.AUTO or not max_share or not codes.is_cpu or codes.numel() < _LEAST_CODES:
+    if coding.coder != Coder.AUTO or not max_share or not is_on_host(codes) or len(codes) < _LEAST_CODES:
         return 0
-    is_change = codes.numpy() != 0
-    if not 0 < np.count_nonzero(is_change) <= max_share * codes.numel():
+    codes, frame = numpy_of(codes), numpy_of(frame)
+    is_change = codes != 0
+    if not 0 < np.count_nonzero(is_change) <= max_share * len(codes):
         return 0
     places = np.flatnonzero(is_change)  # of bool it takes a tenth of the time
     gaps = np.diff(places, prepend=-1) - 1
     end = HEADER_BYTES
-    for part in (gaps.astype(np.int32), codes.numpy()[places]):
-        inner = _scratch.of("inner", max_frame_bytes(len(part)), torch.uint8, codes.device)
-        size = int(backend.encode_codes(torch.from_numpy(part), coding, inner))
+    for part in (gaps.astype(np.int32), codes[places]):
+        inner = _scratch.of("inner", max_frame_bytes(len(part)), "uint8")
+        size = int(backend.encode_codes(part, coding, inner))
         frame[end : end + size] = inner[:size]
         end += size
-    header = (MAGIC, VERSION, Coder.SPARSE, Predictor.NONE, 0, codes.numel(), end - HEADER_BYTES, 0, 0)
-    frame[:HEADER_BYTES] = torch.frombuffer(bytearray(HEADER.pack(*header)), dtype=torch.uint8)
+    header = (MAGIC, VERSION, Coder.SPARSE, Predictor.NONE, 0, len(codes), end - HEADER_BYTES, 0, 0)
+    put(HEADER.pack(*header), frame[:HEADER_BYTES])
     return end
 
 
-def decode_sparse(backend: Backend, frame: Tensor, count: int) -> tuple[np.ndarray, Tensor]:
-    """Where codes are not 0, int64, rising, and those codes, of a SPARSE frame of `count` codes.
+def decode_sparse(backend: Backend, frame: Array, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where codes are not 0, int64, rising, and those codes, int32, of a SPARSE frame of `count` codes.
 
     Raises DamagedFrame unless every byte is valid.
     """
+    frame = numpy_of(frame)
     check_header(backend, frame, (Coder.SPARSE, Predictor.NONE, 0), count)
     gaps, rest = next_frame(frame[HEADER_BYTES:])
     changes, rest = next_frame(rest)
-    if rest.numel():
-        raise DamagedFrame(f"SPARSE frame goes on for {rest.numel()} bytes behind its changes")
-    length = HEADER.unpack(gaps[:HEADER_BYTES].numpy())[5]
+    if len(rest):
+        raise DamagedFrame(f"SPARSE frame goes on for {len(rest)} bytes behind its changes")
+    length = HEADER.unpack(gaps[:HEADER_BYTES])[5]
     # Its header must not ask for more memory than the elements take.
     if length > count:
         raise DamagedFrame(f"SPARSE frame has {length} changes of {count} elements")
-    read = torch.empty(2, length, dtype=torch.int32, device="cpu")
+    read = np.empty((2, length), np.int32)
     for part, codes in zip((gaps, changes), read):
         backend.decode_codes(part, codes)
     if not length or not read[1].all():
         raise DamagedFrame("SPARSE frame has no changes, or zeros among them")
-    places = np.cumsum(read[0].numpy() + np.int64(1)) - 1
+    places = np.cumsum(read[0] + np.int64(1)) - 1
     if int(read[0].min()) < 0 or places[-1] >= count:
         raise DamagedFrame(f"SPARSE frame has changes that do not lie in its {count} elements")
     return places, read[1]

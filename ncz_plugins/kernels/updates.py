@@ -7,18 +7,23 @@ holds these. Shapes are those of backend.py. Elements have 1, 2, 4 or 8 bytes.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .arrays import NAMES, bytes_of, device_of, is_on_host, numpy_of
 from .backend import Backend
 from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
-from .lossless import INTEGERS, decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
+from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
 from .scratch import Scratch
 from .sparse import decode_sparse, encode_sparse
 
+if TYPE_CHECKING:
+    from .arrays import Array
+
 # SPLIT takes three quarters of bfloat16 weights, and more of other dtypes. So don't try it if differences take less.
 _MAX_SHARE_WITHOUT_SPLIT = 3 / 4
-COUNTED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose changes are numbers of floats
+COUNTED = ("float32", "bfloat16", "float16")  # dtypes whose changes are numbers of floats
 
 _scratch = Scratch()
 
@@ -28,22 +33,22 @@ def max_update_bytes(count: int, itemsize: int) -> int:
     return max(max_lossless_bytes(count, itemsize), max_frame_bytes(count))
 
 
-def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Coding, frame: Tensor) -> int:
+def encode_update(backend: Backend, x: Array, base: Array | None, coding: Coding, frame: Array) -> int:
     """Write `x` as one frame to `frame`: uint8, `max_update_bytes` long. Returns the bytes written.
 
     Without a `base`, the older version, the elements themselves are written.
     """
     if base is None:
         return encode_floats(backend, x, coding, frame)
-    if x.dtype in COUNTED:
-        codes = _scratch.of("differences", x.numel(), torch.int32, x.device)
+    if NAMES[x.dtype] in COUNTED:
+        codes = _scratch.of("differences", len(x), "int32", device_of(x))
         backend.differences(x, base, codes)
         size = encode_sparse(backend, codes, coding, frame) or int(backend.encode_codes(codes, coding, frame))
     else:
         size = encode_byte_changes(backend, x, base, coding, frame)
     if size <= _MAX_SHARE_WITHOUT_SPLIT * x.nbytes:
         return size
-    whole = _scratch.of("whole", max_lossless_bytes(x.numel(), x.element_size()), torch.uint8, x.device)
+    whole = _scratch.of("whole", max_lossless_bytes(len(x), x.itemsize), "uint8", device_of(x))
     whole_size = encode_floats(backend, x, coding, whole)
     if whole_size < size:
         frame[:whole_size] = whole[:whole_size]
@@ -51,36 +56,36 @@ def encode_update(backend: Backend, x: Tensor, base: Tensor | None, coding: Codi
     return size
 
 
-def decode_update(backend: Backend, frame: Tensor, base: Tensor | None, out: Tensor) -> None:
+def decode_update(backend: Backend, frame: Array, base: Array | None, out: Array) -> None:
     """Read one frame into `out`, which may be `base`. Without a `base` only the elements themselves can be read.
 
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
     coder = _coder_of(frame)
-    if base is None or out.dtype not in COUNTED or coder == Coder.SPLIT:
+    if base is None or NAMES[out.dtype] not in COUNTED or coder == Coder.SPLIT:
         return decode_floats(backend, frame, out, base)
-    if coder == Coder.SPARSE and out.is_cpu:  # GPUs' kernels refuse it
+    if coder == Coder.SPARSE and is_on_host(out):  # GPUs' kernels refuse it
         return _decode_sparse(backend, frame, base, out)
-    codes = _scratch.of("differences", out.numel(), torch.int32, out.device)
+    codes = _scratch.of("differences", len(out), "int32", device_of(out))
     backend.decode_codes(frame, codes)
     backend.check()
     backend.add_differences(codes, base, out)
 
 
-def _decode_sparse(backend: Backend, frame: Tensor, base: Tensor, out: Tensor) -> None:
+def _decode_sparse(backend: Backend, frame: Array, base: Array, out: Array) -> None:
     """Copy `base`, and change only what a SPARSE frame changes."""
-    places, changes = decode_sparse(backend, frame, out.numel())
-    bits = INTEGERS[out.itemsize]
-    changed = torch.from_numpy(base.view(bits).numpy()[places]).view(out.dtype)
+    places, changes = decode_sparse(backend, frame, len(out))
+    base, out, bits = numpy_of(base), numpy_of(out), f"i{out.itemsize}"
+    changed = base.view(bits)[places].view(out.dtype)
     backend.add_differences(changes, changed, changed)
-    if out.data_ptr() != base.data_ptr():
-        out.copy_(base)
-    out.view(bits).numpy()[places] = changed.view(bits).numpy()
+    if not np.may_share_memory(out, base):
+        np.copyto(out.view(bits), base.view(bits))
+    out.view(bits)[places] = changed.view(bits)
 
 
-def _coder_of(frame: Tensor) -> int | None:
+def _coder_of(frame: Array) -> int | None:
     """The coder in a frame's header; None if it is cut off. On a GPU the host waits for the header."""
-    if frame.numel() < HEADER_BYTES:
+    if len(frame) < HEADER_BYTES:
         return None
-    _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].cpu().numpy())
+    _, _, coder, *_ = HEADER.unpack(bytes_of(frame[:HEADER_BYTES]))
     return coder

@@ -1,4 +1,4 @@
-"""Applies patches: makes a new version of state dicts, or writes it into existing tensors.
+"""Applies patches: decodes their frames, and makes the tensors of a new version.
 
 The patches of all ranks that published a version belong together (`read_patches`). A receiver may hold other parts of
 the tensors than the publishers: it decodes the frames that overlap its own part, one at a time, and keeps the overlap.
@@ -8,168 +8,31 @@ Applying a patch runs no code from it and unpickles nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .. import kernels
-from ..core.errors import FrameError, MismatchError, PartlyAppliedError, UnsupportedError
+from ..core.errors import FrameError, MismatchError, UnsupportedError
+from ..kernels.arrays import numpy_dtype
 from ..kernels.backend import require_seals
 from ..kernels.format import DamagedFrame
-from ..kernels.lossless import INTEGERS
 from ..kernels.updates import decode_update, max_update_bytes
 from .boxes import Box, frames_of
+from .elements import bits_of, converted, copy, shaped
+from .forms import Form, Held
 from .index import Contents, FileHeader, read_head
 from .keys import without_tag
 from .make import digest_of, identity_of
-from .tensors import Form, Held, TensorPart, are_on_host, flat, held_in, new_tensor
 from .threads import in_order
 
+if TYPE_CHECKING:
+    from ..kernels.arrays import Array
+
 _ZLIB = 0x78  # first byte of what zlib packed; that of an update is 4E
-_NUMPY_DIMENSIONS = 32  # that every version of numpy takes
 
-_Made = TypeVar("_Made", Tensor, Held)
-
-
-def apply_patch(
-    patch: bytes | Sequence[bytes], base: Mapping[str, Tensor] | None = None, key: bytes | None = None
-) -> dict[str, Tensor]:
-    """Apply a patch to `base`. Returns the new version, whole tensors in host memory; `base` stays as it is.
-
-    A tensor that has not changed is not copied: the new version has the tensor object of `base`. Tensors that shared
-    their memory at the publisher are one tensor.
-
-    Args:
-        patch: what `make_patch` returned, as bytes or any other object that holds bytes: a bytearray, a memoryview, a
-            numpy array, a uint8 tensor in host memory. If several ranks published the version: the patches of all.
-        base: the version that the patch was made for. Not needed for a patch that holds a whole version.
-        key: of the publisher. The keyed checksum of every patch is compared before anything else is read. None: patches
-            have none.
-
-    Raises PatchKeyError if the key is not that of a patch, FrameError if a patch is damaged or is not a patch, and
-    MismatchError if `base` is not the version that the patch was made for, or if the patch of a rank is missing.
-    """
-    version = read_patches(patch, key)
-    base = None if version.is_whole else base
-    held = {} if base is None else held_in(base, "base")
-    for name, each in held.items():
-        if not each.is_whole:
-            raise UnsupportedError(
-                f"{name}: base holds a part of it, and apply_patch makes whole tensors: stage_patch "
-                "writes the new version into parts"
-            )
-    require_base(version, None if base is None else held)
-
-    return assemble(version, base or {}, held, _new_tensor)
-
-
-def _new_tensor(name: str, form: Form) -> tuple[Tensor, Held]:
-    """A tensor that is not filled, and the same as frames see it."""
-    tensor = new_tensor(name, form)
-    return tensor, held_in({name: tensor}, "new")[name]
-
-
-def stage_patch(
-    patch: bytes | Sequence[bytes],
-    weights: Mapping[str, Tensor | TensorPart],
-    decoded: bool = False,
-    versions: Sequence[int] | None = None,
-    key: bytes | None = None,
-) -> StagedPatch:
-    """Check a patch against `weights`, so that `StagedPatch.apply` can write the new version into them.
-
-    Every frame is decoded and compared with its checksum, and nothing is written. Beyond the patch, this takes a few
-    frames of memory for each thread. `weights` may hold other parts of the tensors than the publishers, and not all
-    tensors.
-
-    Args:
-        patch: see `apply_patch`.
-        weights: tensors by name, in host memory or on a GPU: plain ones, DTensors, or `TensorPart`s. Their values are
-            the version that the patch was made for, unless it holds a whole version.
-        decoded: keep the new values in host memory. Then `apply` only copies them.
-        versions: what `weights` hold: `StagedPatch.versions` of the patch that was written into them last. None: the
-            caller knows that no patch was missed.
-        key: see `apply_patch`.
-
-    Without `decoded`, the bytes of the patch must stay as they are until it is applied.
-
-    Raises PatchKeyError, FrameError and MismatchError as `apply_patch` does, and MismatchError if a tensor's dtype or
-    shape is not that of the new version, or if the new version lacks it. A frame of which `weights` hold a part is
-    checked for damage, but not whether its base is right.
-    """
-    version = read_patches(patch, key)
-    if versions is not None:
-        _require_versions(version, versions)
-    targets = _targets_of(version, held_in(weights, "weights", to_write=True))
-    pieces = _pieces(version, targets)
-    values = in_order(_decode, pieces, _elements, are_on_host(targets))
-    kept = [new for new in values if decoded]
-    return StagedPatch(version, pieces, kept if decoded else None)
-
-
-class StagedPatch:
-    """A patch that was checked against weights, see `stage_patch`.
-
-    Attributes:
-        versions: identities of the new version, one for each rank that published it.
-    """
-
-    def __init__(
-        self,
-        version: Version,
-        pieces: list[_Piece],
-        values: list[Tensor] | None,
-    ):
-        self.versions = tuple(each.version for each in version.contents)
-        self._pieces = pieces
-        self._values = values  # of the pieces; None: frames are decoded again
-        self._is_applied = False
-
-    def apply(self) -> None:
-        """Write the new version into the weights that were checked.
-
-        Takes a few frames of memory for each thread. With `decoded`, nothing but copies is left to do.
-
-        Raises PartlyAppliedError, with the names of the tensors that are new, if writing fails.
-        """
-        if self._is_applied:
-            raise UnsupportedError("this patch was applied already: stage the next one")
-        self._is_applied = True
-        new: dict[str, None] = {}  # names of tensors that were written to, in order
-        try:
-            with closing(self._new_values()) as values:
-                for piece in self._pieces:
-                    new[piece.name] = None
-                    _copy(next(values), piece.view)
-        except Exception as error:
-            *done, mixed = new
-            raise PartlyAppliedError(done, mixed, error) from error
-        self._pieces = self._values = None
-
-    def _new_values(self) -> Iterator[Tensor]:
-        """Of all pieces, in order."""
-        if self._values is not None:
-            yield from self._values
-            return
-        on_host = all(piece.target.data.is_cpu for piece in self._pieces)
-        yield from in_order(_decode, self._pieces, _elements, on_host)
-
-
-def _copy(values: Tensor, into: Tensor) -> None:
-    """Copy by this thread alone. Torch would take all of its threads, and on busy cores wait for the last of them."""
-    if not into.is_cpu or into.dim() > _NUMPY_DIMENSIONS:
-        into.copy_(values)
-        return
-    bits = INTEGERS[into.itemsize]  # numpy lacks some dtypes
-    np.copyto(into.view(bits).numpy(), values.view(bits).numpy())
-    # A backward pass that needs the old values must fail. Tensors of inference mode have no backward pass.
-    if not into.is_inference():
-        increment_version(into)
+_Made = TypeVar("_Made")
 
 
 # ------------------------------------------------------------------ what patches hold
@@ -180,7 +43,7 @@ class Source(NamedTuple):
 
     form: Form
     box: Box
-    elements: torch.dtype
+    elements: str
     from_base: bool
     digests: tuple[int, ...]
     frames: list[memoryview]
@@ -299,7 +162,7 @@ def _rows(source: Source) -> range:
 def _bytes_of(patch: object) -> memoryview:
     """The bytes that an object holds. Raises UnsupportedError if it holds none, or if they lie apart or on a GPU."""
     try:
-        held = memoryview(patch.detach().numpy() if isinstance(patch, Tensor) else patch)
+        held = memoryview(patch.detach().numpy() if hasattr(patch, "detach") else patch)
         if held.itemsize == 1:
             return held.cast("B") if held.nbytes else memoryview(b"")
     except (TypeError, RuntimeError):
@@ -335,7 +198,7 @@ def require_no_base(patch: bytes | Sequence[bytes], key: bytes | None, why: str)
         raise MismatchError(f"{why}, and the patch holds changes: ask for a whole version")
 
 
-def _require_versions(version: Version, held: Sequence[int]) -> None:
+def require_versions(version: Version, held: Sequence[int]) -> None:
     """Raise MismatchError unless the patches are for the version with these identities, one for each rank."""
     wanted = [each.base for each in version.contents]
     fits = len(wanted) == len(held) and all(base in (None, own) for base, own in zip(wanted, held))
@@ -376,9 +239,9 @@ def assemble(
         made[name], target = new(name, sources[0].form)
         has_base = older is not None and older.form == sources[0].form
         if has_base and _covered(sources) < target.box.numel:
-            target.data.copy_(older.data)
-        pieces += _pieces_of(version, name, older if has_base else target, into=target)
-    for _ in in_order(_write, pieces, _elements):
+            copy(older.data, target.data)
+        pieces += pieces_of(version, name, older if has_base else target, into=target)
+    for _ in in_order(_write, pieces, elements_of):
         pass
     for name, other in version.same_as.items():
         made[name] = made[other]
@@ -387,8 +250,8 @@ def assemble(
 
 def values_of(
     version: Version, names: Iterable[str], base: Mapping[str, Held], made: Mapping[str, Held]
-) -> Iterator[Tensor]:
-    """The elements of tensors of a version, 1-D: one tensor after the other, up to a frame at a time.
+) -> Iterator[np.ndarray]:
+    """The elements of tensors of a version, rows: one tensor after the other, up to a frame at a time.
 
     Takes a few frames of memory for each thread, besides the tensors of `base` and `made`. Those are asked for one at a
     time, and held until their last frame was taken. Raises FrameError and MismatchError.
@@ -397,12 +260,12 @@ def values_of(
         base: tensors of the base.
         made: tensors of the version. Asked for those that are the base's, or of which ranks published parts.
     """
-    return in_order(_value, _steps(version, names, base, made), _elements)
+    return in_order(_value, _steps(version, names, base, made), elements_of)
 
 
 def _steps(
     version: Version, names: Iterable[str], base: Mapping[str, Held], made: Mapping[str, Held]
-) -> Iterator[_Piece]:
+) -> Iterator[Piece]:
     """The frames of tensors, to decode or to take from tensors that are there."""
     for name in names:
         sources = version.parts.get(name, [])
@@ -410,18 +273,18 @@ def _steps(
         is_one = len(sources) == 1 and sources[0].box == Box.whole(sources[0].form.sizes)
         if not is_one:
             held = made[name]
-            yield from (_Piece(name, None, box, b"", 0, held, box) for box in frames_of(held.box))
+            yield from (Piece(name, None, box, b"", 0, held, box) for box in frames_of(held.box))
             continue
         form, box = sources[0].form, sources[0].box
         older = base[name] if name in base and not version.is_whole else None
         _require_covered(name, sources, older)
         if older is None or older.form != form:  # no frame looks at it
-            older = Held(form, box, torch.empty((), dtype=form.coded, device="cpu").expand(form.sizes))
-        yield from _pieces_of(version, name, older)
+            older = Held(form, box, np.empty(0))
+        yield from pieces_of(version, name, older)
 
 
-def _value(piece: _Piece) -> Tensor:
-    return flat(_decode(piece)) if piece.frame else piece.target.on_host(piece.box)
+def _value(piece: Piece) -> np.ndarray:
+    return decode(piece) if piece.frame else piece.target.on_host(piece.box)
 
 
 def _covered(sources: list[Source]) -> int:
@@ -442,42 +305,10 @@ def _require_covered(name: str, sources: list[Source], older: Held | None) -> No
         )
 
 
-# ------------------------------------------------------------------ existing tensors
+# ------------------------------------------------------------------ frames
 
 
-def _targets_of(version: Version, held: dict[str, Held]) -> dict[str, Held]:
-    """The tensors that a version is written into. Raises MismatchError if it does not fit them."""
-    targets: dict[str, Held] = {}
-    gone = version.gone
-    written: dict[Hashable, str] = {}  # what each memory will hold
-    for name, target in held.items():
-        sources = version.parts.get(name, [])
-        if name in gone or (version.is_whole and not sources):
-            raise MismatchError(f"{name}: the new version has no such tensor: leave it out")
-        for source in sources[:1]:
-            if source.form != target.form:
-                raise MismatchError(
-                    f"{name}: is {source.form.dtype} {list(source.form.shape)} in the new version, and "
-                    f"{target.form.dtype} {list(target.form.shape)} here: make a new tensor"
-                )
-        overlaps = [source.box.overlap(target.box) for source in sources]
-        covered = sum(overlap.numel for overlap in overlaps if overlap is not None)
-        if version.is_whole and covered < target.box.numel:
-            raise MismatchError(f"{name}: the patches hold {covered} of {target.box.numel} elements that are needed")
-        # Tensors that share their memory here must share it at the publishers, too. They are written once.
-        content = version.same_as.get(name, name) if sources else None
-        if target.memory in written:
-            if written[target.memory] != content:
-                raise MismatchError(f"{name}: shares its memory with another tensor here, and not in the new version")
-            continue
-        if target.memory is not None:
-            written[target.memory] = content
-        if sources:
-            targets[name] = target
-    return targets
-
-
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A frame, and the tensor that it changes.
 
     Attributes:
@@ -500,22 +331,22 @@ class _Piece(NamedTuple):
     into: Held | None = None
 
     @property
-    def view(self) -> Tensor:
+    def view(self) -> Array:
         """The elements to write."""
         into = self.target if self.into is None else self.into
         return self.overlap.of(into.data, into.box.offsets)
 
 
-def _elements(piece: _Piece) -> int:
+def elements_of(piece: Piece) -> int:
     return piece.box.numel
 
 
-def _pieces(version: Version, targets: Mapping[str, Held]) -> list[_Piece]:
+def pieces(version: Version, targets: Mapping[str, Held]) -> list[Piece]:
     """What a version changes in tensors."""
-    return [piece for name, target in targets.items() for piece in _pieces_of(version, name, target) if piece.frame]
+    return [piece for name, target in targets.items() for piece in pieces_of(version, name, target) if piece.frame]
 
 
-def _pieces_of(version: Version, name: str, target: Held, into: Held | None = None) -> Iterator[_Piece]:
+def pieces_of(version: Version, name: str, target: Held, into: Held | None = None) -> Iterator[Piece]:
     """The frames that lie in a tensor, also empty ones."""
     for source in version.parts[name]:
         if source.box.overlap(target.box) is None:
@@ -523,46 +354,57 @@ def _pieces_of(version: Version, name: str, target: Held, into: Held | None = No
         for box, frame, digest in zip(frames_of(source.box), source.frames, source.digests):
             overlap = box.overlap(target.box)
             if overlap is not None:
-                yield _Piece(name, source, box, frame, digest, target, overlap, into)
+                yield Piece(name, source, box, frame, digest, target, overlap, into)
 
 
-def _write(piece: _Piece) -> None:
+def _write(piece: Piece) -> None:
     """Write a frame's elements into the new tensor. Raises FrameError and MismatchError."""
     if not piece.frame:
-        piece.view.copy_(piece.overlap.of(piece.target.data, piece.target.box.offsets))
+        copy(piece.overlap.of(piece.target.data, piece.target.box.offsets), piece.view)
         return
     # Decode to where the elements belong, if they lie side by side there.
-    is_row = piece.view.is_contiguous() and piece.overlap == piece.box
-    out = flat(piece.view) if is_row and piece.source.elements == piece.view.dtype else None
-    values = _decode(piece, out)
-    if out is None:
-        piece.view.copy_(values)
+    view, source = piece.view, piece.source
+    is_row = isinstance(view, np.ndarray) and view.flags.c_contiguous and piece.overlap == piece.box
+    if is_row and source.elements == source.form.coded:
+        decode(piece, view.reshape(-1).view(numpy_dtype(source.elements)))
+    else:
+        copy(new_values_of(piece), view)
 
 
-def _decode(piece: _Piece, out: Tensor | None = None) -> Tensor:
-    """Decode a frame, into `out` if given. Returns the values of the overlap. Raises FrameError and MismatchError."""
+def new_values_of(piece: Piece) -> Array:
+    """The new values of a piece's overlap, as integers. Raises FrameError and MismatchError."""
+    return piece.overlap.of(shaped(bits_of(decode(piece)), piece.box.sizes), piece.box.offsets)
+
+
+def decode(piece: Piece, out: np.ndarray | None = None) -> np.ndarray:
+    """Decode a frame, into `out` if given. Returns the row of its elements, of which those of the overlap are right.
+
+    Raises FrameError and MismatchError.
+    """
     name, source, box, frame, digest, target, overlap, _ = piece
     backend = kernels.cpu_backend()
-    x = torch.empty(box.numel, dtype=source.elements, device="cpu") if out is None else out
+    x = np.empty(box.numel, numpy_dtype(source.elements)) if out is None else out
     if source.from_base and overlap == box:
-        base_x = target.on_host(box).to(source.elements)
+        base_x = converted(target.on_host(box), source.elements)
     else:
         # The base of elements that this receiver lacks is 0. What they come to is wrong, and is not used.
-        base_x = x.zero_()
+        base_x = x
+        bits_of(x).fill(0)
         if source.from_base:
-            overlap.of(x.view(box.sizes), box.offsets).copy_(overlap.of(target.data, target.box.offsets))
+            known = bits_of(converted(target.on_host(overlap), source.elements))
+            copy(shaped(known, overlap.sizes), overlap.of(shaped(bits_of(x), box.sizes), box.offsets))
     is_plain = len(frame) == x.nbytes
     try:
-        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        data = np.frombuffer(frame, np.uint8)
         if is_plain:
-            x.view(torch.uint8).copy_(data)
+            x.view(np.uint8)[:] = data
         else:
             update = _unpacked(data, max_update_bytes(box.numel, x.itemsize))
             require_seals([update])
             decode_update(backend, update, base_x, x)
     except DamagedFrame as damage:
         raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
-    x = x.to(source.form.coded)
+    x = converted(x, source.form.coded)
     # The digest is that of all elements of the frame.
     if (is_plain or not source.from_base or overlap == box) and digest_of(backend, x) != digest:
         if source.from_base and not is_plain:
@@ -570,18 +412,18 @@ def _decode(piece: _Piece, out: Tensor | None = None) -> Tensor:
                 f"{name}: its values are not those of the version that the patch is for: ask for a whole version"
             )
         raise FrameError(f"{name}: a frame does not have the checksum that the patch says; get the patch again")
-    return overlap.of(x.view(box.sizes), box.offsets)
+    return x
 
 
-def _unpacked(frame: Tensor, max_bytes: int) -> Tensor:
+def _unpacked(frame: np.ndarray, max_bytes: int) -> np.ndarray:
     """The update in a frame, which zlib may have packed. Raises DamagedFrame if it has more than `max_bytes`."""
     if frame[0] != _ZLIB:
         return frame
     unpacking = zlib.decompressobj()
     try:
-        update = unpacking.decompress(frame.numpy(), max_bytes + 1)
+        update = unpacking.decompress(frame, max_bytes + 1)
     except zlib.error as error:
         raise DamagedFrame(str(error)) from None
     if not unpacking.eof or unpacking.unused_data or not update:
         raise DamagedFrame("what zlib packed is cut off, or too long")
-    return torch.frombuffer(bytearray(update), dtype=torch.uint8)
+    return np.frombuffer(update, np.uint8)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..kernels.format import CHUNK
+
+if TYPE_CHECKING:
+    from ..kernels.arrays import Array
 
 FRAME_ELEMENTS = 256 * CHUNK  # most elements of a frame
 
@@ -41,12 +42,12 @@ class Box(NamedTuple):
         sizes = tuple(end - first for first, end in zip(offsets, ends))
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
-    def of(self, tensor: Tensor, origin: tuple[int, ...]) -> Tensor:
-        """The view of this box in a tensor whose first element has the index `origin`."""
-        for dim, (offset, first, size) in enumerate(zip(self.offsets, origin, self.sizes)):
-            if size != tensor.shape[dim]:
-                tensor = tensor.narrow(dim, offset - first, size)
-        return tensor
+    def of(self, array: Array, origin: tuple[int, ...]) -> Array:
+        """The view of this box in an array whose first element has the index `origin`."""
+        if self.sizes == tuple(array.shape):
+            return array
+        begins = [offset - first for offset, first in zip(self.offsets, origin)]
+        return array[tuple(slice(begin, begin + size) for begin, size in zip(begins, self.sizes))]
 
 
 # A box is cut into frames without a table: whoever knows its sizes knows its frames. As many of the last dimensions as

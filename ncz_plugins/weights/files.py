@@ -1,8 +1,9 @@
 """Safetensors files, read and written byte by byte, and patches between them.
 
 A file is 8 bytes, the size of the header; the header, which is JSON; and the bytes of all tensors, without gaps. Bytes
-are never converted to tensors of torch, so files may have dtypes that torch lacks. Files are mapped into memory, and
-tensors that a patch makes are made when they are written: frame by frame, or one at a time if they are made of parts.
+are never converted to tensors of torch: files may have dtypes that torch lacks, and torch is not imported. Files are
+mapped into memory, and tensors that a patch makes are made when they are written: frame by frame, or one at a time if
+they are made of parts.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import BinaryIO, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..core.errors import FrameError, MismatchError, UnsupportedError
+from ..kernels.arrays import numpy_dtype
 from .apply import Version, assemble, require_base, values_of
-from .boxes import Box
+from .elements import have_equal_bytes, row_of
+from .forms import SAFETENSORS_BITS, Form, Held, new_held
 from .index import FileHeader
 from .make import Snapshot, patch_between
-from .tensors import SAFETENSORS_BITS, TORCH_ONLY, Form, Held
 
 _METADATA = "__metadata__"  # key of a header that is not a tensor
 _SIZE_BYTES = 8  # of the header's size
@@ -87,12 +88,11 @@ def read_file(data: bytes | mmap.mmap) -> WeightFile:
     header, places = _parse_header(data[_SIZE_BYTES : _SIZE_BYTES + size])
     # Tensors follow, up to the end of the file. A tensor keeps a mapped file open.
     is_mapped = isinstance(data, mmap.mmap)
-    data = data if is_mapped else bytearray(data)
-    rest = torch.frombuffer(data, dtype=torch.uint8)[_SIZE_BYTES + size :]
+    rest = np.frombuffer(data, np.uint8)[_SIZE_BYTES + size :]
     end = places[-1].end if places else 0
     if end != len(rest):
         raise UnsupportedError(f"is damaged: its tensors take {end} bytes, and {len(rest)} follow its header")
-    tensors = {each.name: _new_held(each.form, _aligned(each.form, rest[each.begin : each.end])) for each in places}
+    tensors = {each.name: new_held(each.form, _aligned(each.form, rest[each.begin : each.end])) for each in places}
     forms = {each.name: each.form for each in places}
     return WeightFile(header, forms, _Mapped(forms, tensors, data) if is_mapped else tensors)
 
@@ -117,20 +117,13 @@ class FileBytes:
         yield len(self._header).to_bytes(_SIZE_BYTES, "little") + self._header
         tensors, names = self._file.tensors, [each.name for each in self._places]
         if isinstance(tensors, _Made):
-            yield from map(_bytes_of, tensors.values_of(names))
+            yield from map(memoryview, tensors.values_of(names))
         else:
-            yield from (_bytes_of(tensors[name].data) for name in names)
+            yield from (_bytes_of(tensors[name]) for name in names)
 
 
-def _new_held(form: Form, data: Tensor | None = None) -> Held:
-    """A tensor of a form in `data`, uint8; None: in new memory, not filled."""
-    if data is None:
-        data = torch.empty(form.total_bytes, dtype=torch.uint8, device="cpu")
-    return Held(form, Box.whole(form.sizes), data.view(form.coded).view(form.sizes))
-
-
-def _bytes_of(data: Tensor) -> memoryview:
-    return memoryview(data.reshape(-1).view(torch.uint8).numpy())
+def _bytes_of(held: Held) -> memoryview:
+    return memoryview(row_of(held.data).view(np.uint8))
 
 
 # ------------------------------------------------------------------ patches of files
@@ -249,13 +242,13 @@ class _Made(_Lazy):
         alone = self._of_none._replace(parts={name: self._version.parts[name]})
         return assemble(alone, older, older, _new)[name]
 
-    def values_of(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """The elements of tensors, 1-D, in pieces: see `apply.values_of`."""
-        return values_of(self._version, names, self._base, self)
+    def values_of(self, names: Iterable[str]) -> Iterator[np.ndarray]:
+        """The bytes of tensors, in pieces: see `apply.values_of`."""
+        return (values.view(np.uint8) for values in values_of(self._version, names, self._base, self))
 
 
 def _new(name: str, form: Form) -> tuple[Held, Held]:
-    return (_new_held(form),) * 2
+    return (new_held(form),) * 2
 
 
 def _may_equal(equal_bytes: int, distinct_bytes: int) -> bool:
@@ -271,7 +264,7 @@ def _with_memory(version: Snapshot) -> dict[str, Held]:
         key, size = (held.form, *version.digests[name]), held.form.total_bytes
         # Equal digests don't prove equal bytes.
         is_first = first.setdefault(key, held) is held
-        is_equal = not is_first and _bytes_of(first[key].data) == _bytes_of(held.data)
+        is_equal = not is_first and have_equal_bytes(row_of(first[key].data), row_of(held.data))
         is_equal = is_equal and _may_equal(equal_bytes + size, distinct_bytes)
         equal_bytes, distinct_bytes = equal_bytes + size * is_equal, distinct_bytes + size * (not is_equal)
         found[name] = held._replace(memory=key if size and (is_first or is_equal) else None)
@@ -362,7 +355,7 @@ def _place_of(name: str, value: object) -> _Place:
 def _new_header(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = None) -> str:
     """The header that safetensors writes. `metadata` None: that of PyTorch. Raises UnsupportedError."""
     for name, form in forms.items():
-        if form.dtype in TORCH_ONLY:
+        if form.dtype != form.dtype.upper():  # a name of torch's: the format's are upper case
             raise UnsupportedError(f"{name}: safetensors files have no {form.dtype}; apply the patch by apply_patch")
     # The widest dtypes come first, so that every tensor is aligned; within a dtype, tensors are sorted by name.
     metadata = {"format": "pt"} if metadata is None else metadata
@@ -376,7 +369,6 @@ def _new_header(forms: Mapping[str, Form], metadata: Mapping[str, str] | None = 
     return text + " " * (-len(text.encode()) % _ALIGNMENT_BYTES)
 
 
-def _aligned(form: Form, data: Tensor) -> Tensor:
+def _aligned(form: Form, data: np.ndarray) -> np.ndarray:
     """The same bytes at an address where the tensor's elements may begin; a copy only where they are not."""
-    itemsize = form.coded.itemsize
-    return data.clone() if data.data_ptr() % itemsize or data.storage_offset() % itemsize else data
+    return data if data.ctypes.data % numpy_dtype(form.coded).itemsize == 0 else data.copy()

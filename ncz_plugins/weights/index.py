@@ -14,10 +14,11 @@ from pydantic import Field, ValidationError
 
 from ..core.config import first_problem
 from ..core.errors import FrameError
+from ..kernels.arrays import numpy_dtype
 from .boxes import Box, frame_count, frames_of
+from .forms import MAX_DIMENSIONS, NARROWER, Form, Held
 from .head import FORMAT, FORMAT_WITH_TAG, HEAD, MAGIC, format_of
 from .strict import Size, Strict
-from .tensors import MAX_DIMENSIONS, NARROWER, Form, Held
 
 # Limits that keep a small patch from asking for a lot of memory.
 _MAX_INDEX_BYTES_PER_BYTE = 64  # uncompressed per compressed byte
@@ -201,7 +202,7 @@ def _check_frames(entry: Entry, has_base: bool) -> None:
     if entry.narrow is not None and entry.narrow not in NARROWER.get(entry.dtype, ()):
         raise FrameError(f"{entry.name}: elements of {entry.dtype} can't be held as {ascii(entry.narrow)[:80]}")
     # Changes take no memory that the base does not take.
-    itemsize = entry.form.elements(entry.narrow).itemsize
+    itemsize = numpy_dtype(entry.form.elements(entry.narrow)).itemsize
     for size, box in zip(entry.frames, frames_of(entry.box)):
         too_few = not entry.from_base and size * _MAX_ELEMENTS_PER_BYTE < box.numel
         if too_few or size > box.numel * itemsize:

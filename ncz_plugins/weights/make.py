@@ -17,21 +17,19 @@ import zlib
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
 
 from .. import kernels
-from ..core.errors import UnsupportedError
+from ..kernels.arrays import NAMES
 from ..kernels.backend import Backend
-from ..kernels.format import CHUNK, DTYPES, HEADER_BYTES, Coding
+from ..kernels.format import CHUNK, FLOATS, HEADER_BYTES, Coding
 from ..kernels.scratch import Scratch
 from ..kernels.updates import COUNTED, encode_update, max_update_bytes
 from .boxes import Box, frame_count, frames_of
+from .elements import bits_of, converted, has_values_of, have_equal_bytes
+from .forms import NARROWER, Held, are_on_host
 from .index import Contents, Entry, FileHeader, write_head
 from .keys import require_key, tag_of
-from .strict import MAX_SIZE
-from .tensors import NARROWER, Held, TensorPart, are_on_host, is_sharded, published_in
 from .threads import in_order
 
 # Patches are kept on disks and sent far, so coders are chosen as for a link of 100 Mbit/s: bytes count more than time.
@@ -41,54 +39,6 @@ _LINK_PICOSECONDS_PER_BYTE = 80_000
 _MAX_PACKED_SHARE = 1 / 128
 
 _scratch = Scratch()
-
-
-def make_patch(
-    new: Mapping[str, Tensor | TensorPart],
-    base: Mapping[str, Tensor | TensorPart] | None = None,
-    group: dist.ProcessGroup | None = None,
-    key: bytes | None = None,
-    number: int | None = None,
-) -> bytes:
-    """Make the patch that turns `base` into `new`, to the bit. Without `base`, the patch holds all of `new`.
-
-    With DTensors every rank makes a patch, which holds the changes of its own shards, and talks to no other rank. The
-    patches of all ranks together make the new version. Equal replicas of a DTensor are held once. A tensor that is no
-    DTensor is in the patch of each rank that passes it.
-
-    Args:
-        new: tensors by name, in host memory or on a GPU: plain ones, DTensors, or `TensorPart`s. Tensors that share
-            their memory are held once.
-        base: the version that the receiver has. A tensor with the same name, dtype, shape and part in both is held as
-            changes; it takes no bytes if it has not changed.
-        group: the ranks that make patches of one version together. None: all ranks if there are DTensors or
-            `TensorPart`s, else this rank alone.
-        key: 16 bytes or more, which readers have, too. The patch ends with a keyed checksum (HMAC-SHA256) of all of
-            it, for places that others can write to.
-        number: of the version, such as the training's step, 0 or more, the same on all ranks. Readers then refuse
-            patches of different versions. None: whoever carries the patches must not mix them.
-
-    Raises PatchKeyError for a key that is too short, and UnsupportedError, saying what to do, for anything but a
-    mapping of names to dense tensors, for quantized tensors, and for a number out of range.
-    """
-    require_number(number)
-    published = published_in(new, "new")
-    rank, ranks = rank_among(new, group)
-    older = None if base is None else published_in(base, "base")
-    return make_patch_of(published, older, rank, ranks, key=key, number=number)
-
-
-def require_number(number: int | None) -> None:
-    """Raise UnsupportedError unless this can be the number of a version, or is None."""
-    if number is not None and (type(number) is not int or not 0 <= number < MAX_SIZE):
-        raise UnsupportedError(f"number must be an integer from 0 to {MAX_SIZE - 1}, such as the step, got {number!r}")
-
-
-def rank_among(state: Mapping[str, Tensor | TensorPart], group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """The number of this rank among those that publish together, and how many they are."""
-    if group is None and not (is_sharded(state) and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
 
 
 class Snapshot(NamedTuple):
@@ -124,9 +74,9 @@ def identity_of(state: Mapping[str, Held]) -> int:
     return Snapshot.of(state).identity
 
 
-def digest_of(backend: Backend, x: Tensor) -> int:
+def digest_of(backend: Backend, x: np.ndarray) -> int:
     """Checksum of the elements of a frame."""
-    return backend.digest(x.view(torch.uint8))
+    return backend.digest(bits_of(x))
 
 
 def make_patch_of(
@@ -138,12 +88,12 @@ def make_patch_of(
     key: bytes | None = None,
     number: int | None = None,
 ) -> bytes:
-    """`make_patch` of what this rank holds.
+    """The patch that turns what a rank holds of the version `base` into what it holds of `new`.
 
     Args:
         rank, ranks: a version that `ranks` ranks publish together is all of their patches.
         file: header of the safetensors file that `new` was read from.
-        key, number: see `make_patch`.
+        key, number: see `make_patch` in state_dicts.py.
     """
     older = None if base is None else Snapshot.of(base)
     return patch_between(Snapshot.of(new), older, rank, ranks, file, key, number)
@@ -242,7 +192,7 @@ class _Frame(NamedTuple):
     box: Box
     older: Held | None = None
     is_suspect: bool = False
-    elements: torch.dtype | None = None
+    elements: str | None = None
 
 
 def _elements(frame: _Frame) -> int:
@@ -258,23 +208,23 @@ def _code(frame: _Frame) -> bytes:
     backend = kernels.cpu_backend()
     x = frame.held.on_host(frame.box)
     base_x = None if frame.older is None else frame.older.on_host(frame.box)
-    if frame.is_suspect and _have_equal_bytes(x, base_x):
+    if frame.is_suspect and have_equal_bytes(x, base_x):
         return b""
-    x, base_x = x.to(frame.elements), None if base_x is None else base_x.to(frame.elements)
+    x, base_x = converted(x, frame.elements), None if base_x is None else converted(base_x, frame.elements)
     # The header of a frame alone would take as much.
     if x.nbytes <= HEADER_BYTES:
-        return _bytes_of(x)
+        return x.tobytes()
     # Without a base, floats are coded themselves, and all other elements as changes from zeros.
-    base = torch.zeros_like(x) if base_x is None and x.dtype not in DTYPES else base_x
-    room = _scratch.of("frame", max_update_bytes(len(x), x.itemsize), torch.uint8, x.device)
+    base = np.zeros_like(x) if base_x is None and NAMES[x.dtype] not in FLOATS else base_x
+    room = _scratch.of("frame", max_update_bytes(len(x), x.itemsize), "uint8")
     coding = Coding(costs=backend.costs._replace(link=_LINK_PICOSECONDS_PER_BYTE))
     size = encode_update(backend, x, base, coding, room)
     if size >= x.nbytes:
-        return _bytes_of(x)
+        return x.tobytes()
     backend.seal(room[:size])
-    coded = _bytes_of(room[:size])
+    coded = room[:size].tobytes()
     # Readers bound the size of a tensor without a base by that of its frames.
-    codes = len(x) if x.dtype in COUNTED else x.nbytes
+    codes = len(x) if NAMES[x.dtype] in COUNTED else x.nbytes
     if base_x is not None and size <= _MAX_PACKED_SHARE * codes:
         return min(coded, zlib.compress(coded), key=len)
     return coded
@@ -288,22 +238,9 @@ def _narrower(held: Held, older: Held | None) -> str | None:
     for narrow in NARROWER.get(held.form.dtype, ()):
         elements = held.form.elements(narrow)
         parts = (each.on_host(box) for each in tensors for box in frames_of(each.box))
-        if all(_has_values_of(elements, x[:CHUNK]) and _has_values_of(elements, x) for x in parts):
+        if all(has_values_of(elements, x[:CHUNK]) and has_values_of(elements, x) for x in parts):
             return narrow
     return None
-
-
-def _has_values_of(dtype: torch.dtype, x: Tensor) -> bool:
-    return _have_equal_bytes(x, x.to(dtype).to(x.dtype))
-
-
-def _bytes_of(x: Tensor) -> bytes:
-    return x.view(torch.uint8).numpy().tobytes()
-
-
-def _have_equal_bytes(x: Tensor, other: Tensor) -> bool:
-    """Whether two rows of elements are equal bit by bit. As numbers, NaN differs from itself and -0 equals 0."""
-    return torch.equal(x.view(torch.uint8), other.view(torch.uint8))
 
 
 def _are_equal(a: Held | None, b: Held | None) -> bool:
@@ -311,4 +248,4 @@ def _are_equal(a: Held | None, b: Held | None) -> bool:
     if a is None or b is None:
         return a is b
     is_one = a.memory is not None and a.memory == b.memory
-    return is_one or all(_have_equal_bytes(a.on_host(box), b.on_host(box)) for box in frames_of(a.box))
+    return is_one or all(have_equal_bytes(a.on_host(box), b.on_host(box)) for box in frames_of(a.box))

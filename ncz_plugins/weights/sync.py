@@ -17,10 +17,12 @@ from torch import Tensor
 from ..core.errors import MismatchError, UnsupportedError
 from ..core.transport.base import peer_errors
 from ..core.transport.groups import require_group
-from .apply import apply_patch, require_no_base
+from .apply import require_no_base
+from .forms import Held, held_copy
 from .keys import require_key
-from .make import Snapshot, identity_of, patch_between, rank_among, require_number
-from .tensors import Held, TensorPart, held_copy, held_in, is_sharded, published_in
+from .make import Snapshot, identity_of, patch_between
+from .state_dicts import apply_patch, rank_among, require_number
+from .tensors import TensorPart, held_in, is_sharded, published_in
 
 # What ranks send in place of numbers from 0 on.
 _NO_VERSION = -1  # in place of an identity

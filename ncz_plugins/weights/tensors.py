@@ -1,7 +1,4 @@
-"""What a rank holds of a tensor: dtype and shape of the whole, and the part of it that lies in this rank's memory.
-
-A version is all tensors of a model at one moment, by name: a state dict, or a safetensors file.
-"""
+"""What a rank holds of the tensors of a state dict: tensors of torch, DTensors, and parts of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import math
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,54 +13,10 @@ from torch import Tensor
 
 from ..core.errors import FrameError, UnsupportedError
 from ..core.runtime.device import has_memory
+from ..kernels.arrays import numpy_dtype
 from .boxes import Box
-
-MAX_DIMENSIONS = 255
-
-# Dtypes of the safetensors format: the name there, bits of an element, torch's name (None: torch has no such dtype).
-_SAFETENSORS = (
-    ("BOOL", 8, "bool"),
-    ("U8", 8, "uint8"),
-    ("I8", 8, "int8"),
-    ("U16", 16, "uint16"),
-    ("I16", 16, "int16"),
-    ("U32", 32, "uint32"),
-    ("I32", 32, "int32"),
-    ("U64", 64, "uint64"),
-    ("I64", 64, "int64"),
-    ("F4", 4, "float4_e2m1fn_x2"),
-    ("F6_E2M3", 6, None),
-    ("F6_E3M2", 6, None),
-    ("F8_E8M0", 8, "float8_e8m0fnu"),
-    ("F8_E4M3", 8, "float8_e4m3fn"),
-    ("F8_E5M2", 8, "float8_e5m2"),
-    ("F8_E4M3FNUZ", 8, "float8_e4m3fnuz"),
-    ("F8_E5M2FNUZ", 8, "float8_e5m2fnuz"),
-    ("F16", 16, "float16"),
-    ("BF16", 16, "bfloat16"),
-    ("F32", 32, "float32"),
-    ("F64", 64, "float64"),
-    ("C64", 64, "complex64"),
-)
-SAFETENSORS_BITS = {name: bits for name, bits, _ in _SAFETENSORS}
-
-# What a tensor's frames hold, by the tensor's dtype: elements that change as a whole. A complex number is two floats,
-# in one more dimension. Tensors of any other dtype are a row of bytes, and can't be held in parts.
-_COMPLEX = {"complex32": torch.float16, "C64": torch.float32, "complex128": torch.float64}
-_CODED = {
-    **dict.fromkeys((name for name, bits, _ in _SAFETENSORS if bits == 8), torch.int8),
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    **dict.fromkeys(("I16", "U16"), torch.int16),
-    **dict.fromkeys(("I32", "U32"), torch.int32),
-    **dict.fromkeys(("I64", "U64"), torch.int64),
-    **_COMPLEX,
-}
-
-# Floats whose values may all be values of a narrower dtype, such as bf16 weights held as float32.
-NARROWER = {"F32": ("BF16", "F16"), "F64": ("F32",)}
+from .elements import NUMPY_DIMENSIONS
+from .forms import CODED, MAX_DIMENSIONS, SAFETENSORS, Form, Held
 
 # Torch's dtypes that patches refuse. Quantized tensors are more than their numbers: they have scales, too. Integers of
 # fewer than 8 bits can't be copied by torch.
@@ -76,7 +28,7 @@ def _torch_dtypes() -> dict[str, torch.dtype]:
 
     The name in a patch is the safetensors format's, or torch's where that format has none.
     """
-    names = {torch_name: name for name, _, torch_name in _SAFETENSORS}
+    names = {torch_name: name for name, _, torch_name in SAFETENSORS}
     dtypes = {}
     for dtype in vars(torch).values():
         if isinstance(dtype, torch.dtype):
@@ -86,9 +38,9 @@ def _torch_dtypes() -> dict[str, torch.dtype]:
     return dtypes
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _DTYPES = _torch_dtypes()
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-TORCH_ONLY = frozenset(_DTYPES) - frozenset(SAFETENSORS_BITS)  # names of dtypes that no safetensors file can have
 
 
 @dataclass(frozen=True)
@@ -104,82 +56,6 @@ class TensorPart:
     tensor: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-
-
-class Form(NamedTuple):
-    """What a tensor is, without its values.
-
-    Attributes:
-        dtype: name of the dtype in the safetensors format, or torch's name where that format has none.
-        shape: sizes of the whole tensor as a safetensors file states them. For F4 they count single elements; torch
-            counts pairs.
-        nbytes: bytes of the whole tensor, if it is coded as a row of bytes, else None.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int | None = None
-
-    @classmethod
-    def of(cls, dtype: str, shape: tuple[int, ...], nbytes: int) -> Form:
-        """The form of a tensor of `nbytes` bytes."""
-        return cls(dtype, tuple(shape), None if dtype in _CODED else nbytes)
-
-    @property
-    def coded(self) -> torch.dtype:
-        """Dtype of the elements in frames."""
-        return _CODED.get(self.dtype, torch.int8)
-
-    def elements(self, narrow: str | None) -> torch.dtype:
-        """`coded`, or the dtype `narrow`, one of NARROWER, in which frames hold the same values."""
-        return self.coded if narrow is None else _CODED[narrow]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the whole tensor in elements of frames. Offsets and sizes of boxes count these elements, too."""
-        if self.dtype not in _CODED:
-            return (self.nbytes,)
-        return (*self.shape, 2) if self.dtype in _COMPLEX else self.shape
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.sizes) * self.coded.itemsize
-
-    @property
-    def is_consistent(self) -> bool:
-        """Whether `nbytes` stands where it must, and only there."""
-        return (self.nbytes is None) == (self.dtype in _CODED)
-
-
-class Held(NamedTuple):
-    """The part of a tensor that this rank holds.
-
-    Attributes:
-        form: of the whole tensor.
-        box: where the part lies in the whole tensor.
-        data: the part, as elements of `form.coded`, of shape `box.sizes`; a view of the tensor's memory wherever that
-            is possible.
-        memory: equal for tensors that share all of their memory. None: the tensor shares no memory.
-    """
-
-    form: Form
-    box: Box
-    data: Tensor
-    memory: Hashable = None
-
-    @property
-    def is_whole(self) -> bool:
-        return self.box == Box.whole(self.form.sizes)
-
-    def is_alike(self, other: Held) -> bool:
-        """Whether both have the same form and part. Only then can one be coded as changes of the other."""
-        return self.form == other.form and self.box == other.box
-
-    def on_host(self, box: Box) -> Tensor:
-        """The elements of a box of the whole tensor: 1-D, contiguous, in host memory. A view if they lie there so."""
-        data = self.data if box is self.box else box.of(self.data, self.box.offsets)
-        return flat(data.to("cpu").contiguous())
 
 
 # ------------------------------------------------------------------ from state dicts
@@ -234,14 +110,15 @@ def _held(name: str, value: object, to_write: bool) -> Held | None:
         shape = (*shape[:-1], 2 * shape[-1])
     form = Form.of(dtype, shape, tensor.nbytes)
     # The elements that frames hold.
-    if dtype not in _CODED:
+    if dtype not in CODED:
         if tuple(tensor.shape) != tuple(part.shape):
             raise UnsupportedError(f"{name}: {tensor.dtype} can't be held in parts: pass the whole tensor")
         box, data = Box.whole(form.sizes), _as_bytes(name, tensor.detach(), to_write)
     else:
-        data = _as_coded(name, tensor.detach(), form.coded, to_write)
+        data = _as_coded(name, tensor.detach(), form, to_write)
         box = Box((*part.offsets, *(0 for _ in form.sizes[len(shape) :])), tuple(data.shape))
-    return Held(form, box, data, memory_of(tensor))
+    is_for_numpy = data.is_cpu and data.dim() <= NUMPY_DIMENSIONS
+    return Held(form, box, data.numpy() if is_for_numpy else data, memory_of(tensor), tensor)
 
 
 def _knows_its_part(value: object) -> bool:
@@ -280,28 +157,22 @@ def _require_apart(name: str, tensor: Tensor) -> None:
         span += (size - 1) * stride
 
 
-def _as_coded(name: str, tensor: Tensor, coded: torch.dtype, to_write: bool) -> Tensor:
-    """A tensor as elements of a dtype of the same size; complex numbers as pairs of floats."""
+def _as_coded(name: str, tensor: Tensor, form: Form, to_write: bool) -> Tensor:
+    """A tensor as integers with the bits of elements of `form.coded`; complex numbers as pairs of floats."""
     if tensor.is_conj() or tensor.is_neg():
         if to_write:
             raise UnsupportedError(f"{name}: a conjugated or negated view can't be written to: pass the tensor itself")
         tensor = tensor.resolve_conj().resolve_neg()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(coded)
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[numpy_dtype(form.coded).itemsize])
 
 
 def _as_bytes(name: str, tensor: Tensor, to_write: bool) -> Tensor:
     """A tensor as a row of bytes, int8."""
     if to_write and not tensor.is_contiguous():
         raise UnsupportedError(f"{name}: a tensor of {tensor.dtype} must be contiguous to be written to")
-    return flat(tensor.contiguous()).view(torch.int8)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a row of elements.
-
-    Torch calls a tensor of one element contiguous whatever its stride is, but views it as bytes only with stride 1.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,))
+    # Torch calls a tensor of one element contiguous whatever its stride is, but views it as bytes only with stride 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
 
 
 def new_tensor(name: str, form: Form) -> Tensor:
@@ -322,17 +193,9 @@ def new_tensor(name: str, form: Form) -> Tensor:
     # Shapes come from the patch, so torch must not be asked for memory before the size has been checked.
     if math.prod(shape) * dtype.itemsize != form.total_bytes:
         raise FrameError(f"{name}: {form.total_bytes} bytes are not {list(form.shape)} elements of {form.dtype}")
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def are_on_host(held: Mapping[str, Held]) -> bool:
-    """Whether all tensors lie in host memory."""
-    return all(each.data.is_cpu for each in held.values())
-
-
-def held_copy(held: Held) -> Held:
-    """The same part in host memory of its own."""
-    return held._replace(data=held.data.detach().to("cpu", copy=True).contiguous())
+    # Of numpy's memory: numpy asks for huge pages. A fault for each page of 4 KiB takes longer than decoding.
+    memory = torch.from_numpy(np.empty(form.total_bytes, np.uint8))
+    return memory.as_strided((form.total_bytes,), (1,)).view(dtype).view(shape)  # numpy's stride of nothing is 0
 
 
 def memory_of(tensor: object) -> Hashable:

@@ -300,5 +300,5 @@ def _gather_in_node(nodes: Nodes, transport: Transport, shares: list[Tensor], co
 def _buffer(name: str, like: Tensor, count: int) -> Tensor:
     """Memory of the dtype and device of `like`: [count]. On a CPU it is valid until the next call with this name."""
     if like.device.type == "cpu":  # fresh memory would take as long as the exchange
-        return _scratch.of(name, count, like.dtype)
+        return _scratch.of(name, count, like.dtype, like.device)
     return like.new_empty(count)

@@ -83,7 +83,7 @@ class Feedback:
         """`source` plus the residuals, float32 or float64. Valid until this thread makes its next call."""
         # Memory for the sum. On a CPU it is reused: fresh memory would cost as much time as the addition.
         if source.data.is_cpu:
-            values = _scratch.of("compensated", source.data.numel(), _dtype(source.data))
+            values = _scratch.of("compensated", source.data.numel(), _dtype(source.data), source.data.device)
         else:
             values = torch.empty_like(source.data, dtype=_dtype(source.data))
         values.copy_(source.data)

@@ -159,7 +159,7 @@ class SmallCollectives:
         # While the values travel, prepare this rank's sum. The output is written once all values have left.
         mine, output = contributions[rank], outputs[rank % len(outputs)]
         mine = mine.clone() if _overlaps(mine, output) else mine
-        received = self._scratch.of("received", (n - 1) * mine.numel(), mine.dtype)
+        received = self._scratch.of("received", (n - 1) * mine.numel(), mine.dtype, mine.device)
         of_ranks = [received] if n == 2 else list(received.tensor_split(n - 1))
         of_ranks.insert(rank, mine)
         exchange.receive(0, MAX_BYTES_WITH_COMPARISON, [borrowed_memory(each) for each in of_ranks])

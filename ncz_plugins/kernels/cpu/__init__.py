@@ -22,16 +22,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .. import damage
 from ..addresses import host_address as address
+from ..arrays import NAMES, bytes_of, namespace
 from ..backend import HostBackend, require_seals
 from ..format import (
-    COMBINED_DTYPES,
-    DTYPES,
+    COMBINED,
+    FLOATS,
     HEADER_BYTES,
     Coding,
     Noise,
@@ -45,6 +44,12 @@ from ..format import (
     rate_blocks_of,
 )
 from ..scratch import Scratch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..arrays import Array
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
 ABI_VERSION = 7  # ncz::ABI_VERSION in common/format.h
@@ -88,12 +93,18 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
 class _Numbers(dict):
     """Numbers of dtypes as kernels know them, see format.h. Raises WrongTensor for any other dtype."""
 
+    def __init__(self, names):
+        super().__init__()
+        self._names = names
+
     def __missing__(self, dtype):
-        raise WrongTensor(f"tensors must be of {', '.join(map(str, self))}, got {dtype}")
+        name = NAMES[dtype]
+        if name not in self._names:
+            raise WrongTensor(f"tensors must be of {', '.join(self._names)}, got {name}")
+        return self.setdefault(dtype, self._names.index(name))
 
 
-_DTYPE = _Numbers((dtype, number) for number, dtype in enumerate(DTYPES))
-_COMBINED_DTYPE = _Numbers((dtype, number) for number, dtype in enumerate(COMBINED_DTYPES))
+_DTYPE, _COMBINED_DTYPE = _Numbers(FLOATS), _Numbers(COMBINED)
 
 # Measured by `make bench`, then scaled so that AVX2's FIXED takes half a nanosecond, as on an idle core. The prices of
 # RANS come from data of 0.3 and of 3 bits per value.
@@ -141,29 +152,29 @@ class CpuBackend(HostBackend):
 
     def block_statistics(self, x):
         count, dtype = x.numel(), x.dtype
-        results = torch.empty(3, blocks_of(count), dtype=torch.float64, device="cpu").unbind()
-        addresses = (address(each, "results", torch.float64, blocks_of(count)) for each in results)
+        results = x.new_empty((3, blocks_of(count)), dtype=namespace(x).float64).unbind()
+        addresses = (address(each, "results", "float64", blocks_of(count)) for each in results)
         self._block_statistics(address(x, "x", dtype), _DTYPE[dtype], count, *addresses)
         return results
 
     def quantize(self, x, inverse_steps, codes, noise=None):
         count, floats = _values(x, inverse_steps)
-        self._quantize(*floats, address(codes, "codes", torch.int32, count), _noise(noise))
+        self._quantize(*floats, address(codes, "codes", "int32", count), _noise(noise))
 
     def dequantize(self, codes, scales, out):
         count, dtype = out.numel(), out.dtype
-        numbers = address(codes, "codes", torch.int32, count), _per_block(scales, "scales", dtype, count)
+        numbers = address(codes, "codes", "int32", count), _per_block(scales, "scales", dtype, count)
         self._dequantize(*numbers, count, address(out, "out", dtype), _DTYPE[dtype])
 
     def encode_codes(self, codes, coding, frame):
-        count = codes.numel()
+        count = len(codes)
         # Don't rebind `codes`: it may be the only owner of its memory.
-        numbers = address(codes, "codes", torch.int32), count
+        numbers = address(codes, "codes", "int32"), count
         return self._encode_codes(*numbers, _coding(coding), _room(frame, count), self._working_memory(count))
 
     def decode_codes(self, frame, codes, add=False):
-        count, scratch = codes.numel(), self._working_memory()
-        numbers = count, address(codes, "codes", torch.int32), add
+        count, scratch = len(codes), self._working_memory()
+        numbers = count, address(codes, "codes", "int32"), add
         _check(self._decode_codes(*_bytes(frame), *numbers, scratch), frame, count)
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
@@ -196,8 +207,8 @@ class CpuBackend(HostBackend):
     def _added_up(self, sum, noise):
         x, inverse_steps, _, frames, first = sum
         count, floats = _values(x, inverse_steps)
-        codes, scratch = _scratch.of("sum", count, torch.int32), self._working_memory(frames=_FRAMES_TOGETHER)
-        values = *floats, address(codes, "codes", torch.int32, count)
+        codes, scratch = _scratch.of("sum", count, "int32"), self._working_memory(frames=_FRAMES_TOGETHER)
+        values = *floats, address(codes, "codes", "int32", count)
         noise = _noise(noise and noise.from_block(first))
         for at in range(0, max(1, len(frames)), _FRAMES_TOGETHER):
             some = frames[at : at + _FRAMES_TOGETHER]
@@ -213,15 +224,15 @@ class CpuBackend(HostBackend):
         return self._checksum(*_bytes(frame, HEADER_BYTES))
 
     def differences(self, x, base, codes):
-        count, dtype = x.numel(), x.dtype
+        count, dtype = len(x), x.dtype
         number = _DTYPE[dtype]
         floats = address(x, "x", dtype), address(base, "base", dtype, count)
-        self._differences(*floats, number, count, address(codes, "codes", torch.int32, count))
+        self._differences(*floats, number, count, address(codes, "codes", "int32", count))
 
     def add_differences(self, codes, base, out):
-        count, dtype = out.numel(), out.dtype
+        count, dtype = len(out), out.dtype
         number = _DTYPE[dtype]
-        known = address(codes, "codes", torch.int32, count), address(base, "base", dtype, count)
+        known = address(codes, "codes", "int32", count), address(base, "base", dtype, count)
         self._add_differences(*known, count, address(out, "out", dtype), number)
 
     def combination(self, values, how, out, divisor=1):
@@ -233,13 +244,13 @@ class CpuBackend(HostBackend):
     def root_mean_squares(self, x, most, out):
         count, dtype = x.numel(), x.dtype
         floats = address(x, "x", dtype), _DTYPE[dtype], count
-        self._root_mean_squares(*floats, most, address(out, "out", torch.bfloat16, blocks_of(count)))
+        self._root_mean_squares(*floats, most, address(out, "out", "bfloat16", blocks_of(count)))
 
     def steps_of(self, agreed, rule):
         blocks = agreed.numel()
-        found = inverse_steps, scales = torch.empty(2, blocks, dtype=torch.float32, device="cpu").unbind()
-        results = (address(each, "steps", torch.float32, blocks) for each in found)
-        given = address(agreed, "agreed", torch.bfloat16), blocks, _step_rule(rule)
+        found = inverse_steps, scales = agreed.new_empty((2, blocks), dtype=namespace(agreed).float32).unbind()
+        results = (address(each, "steps", "float32", blocks) for each in found)
+        given = address(agreed, "agreed", "bfloat16"), blocks, _step_rule(rule)
         return inverse_steps, scales, self._steps_of(*given, *results)
 
     def block_magnitudes(self, x, rows, magnitudes):
@@ -266,7 +277,7 @@ class CpuBackend(HostBackend):
         Decoding a frame takes as much memory as encoding no codes.
         """
         # No check is needed: this line itself says the dtype and the length.
-        return _scratch.of("kernels", frames * self._scratch_bytes(count), torch.uint8).data_ptr()
+        return _scratch.of("kernels", frames * self._scratch_bytes(count), "uint8").ctypes.data
 
 
 # ------------------------------------------------------------------ checked addresses of arguments
@@ -281,27 +292,27 @@ def _values(x: Tensor, inverse_steps: Tensor) -> tuple[int, tuple[int, int, int,
 
 def _per_block(numbers: Tensor, name: str, dtype: torch.dtype, count: int) -> int:
     """Address of one number for each block of `count` values of `dtype`."""
-    return address(numbers, name, torch.float64 if dtype is torch.float64 else torch.float32, blocks_of(count))
+    return address(numbers, name, "float64" if NAMES[dtype] == "float64" else "float32", blocks_of(count))
 
 
-def _bytes(frame: Tensor, least: int = 0) -> tuple[int, int]:
+def _bytes(frame: Array, least: int = 0) -> tuple[int, int]:
     """Address and size of a frame to read."""
-    return address(frame, "frame", torch.uint8, least), frame.numel()
+    return address(frame, "frame", "uint8", least), len(frame)
 
 
-def _room(frame: Tensor, count: int, name: str = "frame") -> int:
+def _room(frame: Array, count: int, name: str = "frame") -> int:
     """Address of memory for a frame of `count` codes."""
-    return address(frame, name, torch.uint8, max_frame_bytes(count))
+    return address(frame, name, "uint8", max_frame_bytes(count))
 
 
 def _magnitudes(magnitudes: Tensor, rows: Rows) -> int:
     """Address of the magnitudes of all rows."""
-    return address(magnitudes, "magnitudes", torch.bfloat16, rows.count * rate_blocks_of(rows.elements))
+    return address(magnitudes, "magnitudes", "bfloat16", rows.count * rate_blocks_of(rows.elements))
 
 
 def _packed(packed: Tensor, name: str, blocks: int, bits: int) -> int:
     """Address of the packed codes of `blocks` blocks."""
-    return address(packed, name, torch.uint8, blocks * packed_bytes(bits))
+    return address(packed, name, "uint8", blocks * packed_bytes(bits))
 
 
 @functools.cache
@@ -338,12 +349,12 @@ def _noise(noise: Noise | None):
     return None if noise is None else ctypes.byref(_Noise(noise.key, noise.first, noise.shift))
 
 
-def _check(result: int, frame: Tensor, count: int) -> int:
+def _check(result: int, frame: Array, count: int) -> int:
     """Return the `result` of a function that read `frame`. Raises DamagedFrame if the result reports damage."""
     if result >= 0:
         return result
 
     def read(first: int, size: int) -> bytes:
-        return frame[first : first + size].numpy().tobytes()
+        return bytes_of(frame[first : first + size])
 
-    raise damage.error(result, read(0, HEADER_BYTES), frame.numel(), count, read)
+    raise damage.error(result, read(0, HEADER_BYTES), len(frame), count, read)

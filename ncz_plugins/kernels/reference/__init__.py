@@ -2,7 +2,7 @@
 
 Slow and plain on purpose. The C++ kernels must produce the same bytes. So must the CUDA kernels, by the coders of GPUs
 (format.ON_GPUS) and but for the order of chunks in PLANES. This backend also runs where no compiled library loads. The
-modules work on numpy arrays, and `ReferenceBackend` wraps torch tensors. numpy lacks bfloat16, so bfloat16 is first
+modules work on numpy arrays, and `ReferenceBackend` on tensors, too. numpy lacks bfloat16, so bfloat16 is first
 widened to float32, which is exact.
 
     values    floats to codes and back, statistics, random numbers
@@ -18,11 +18,17 @@ widened to float32, which is exact.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
+from ..arrays import numpy_of, put
 from ..backend import HostBackend
 from . import combine, differences, fixed_rate, frames, scales, values
+
+if TYPE_CHECKING:
+    from ..arrays import Array
 
 
 class ReferenceBackend(HostBackend):
@@ -47,13 +53,13 @@ class ReferenceBackend(HostBackend):
         out.copy_(torch.from_numpy(values.dequantize(codes.numpy(), scales.numpy())))
 
     def encode_codes(self, codes, coding, frame):
-        data = frames.encode_codes(codes.numpy(), coding, self._on_gpus)
-        frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        data = frames.encode_codes(numpy_of(codes), coding, self._on_gpus)
+        put(data, frame[: len(data)])
         return len(data)
 
     def decode_codes(self, frame, codes, add=False):
-        decoded = torch.from_numpy(frames.decode_codes(frame.numpy().tobytes(), codes.numel(), self._on_gpus))
-        codes.add_(decoded) if add else codes.copy_(decoded)
+        decoded = frames.decode_codes(numpy_of(frame).tobytes(), len(codes), self._on_gpus)
+        numpy_of(codes)[:] = numpy_of(codes) + decoded if add else decoded
 
     def encode(self, x, inverse_steps, coding, frame, noise=None):
         codes = torch.empty(x.numel(), dtype=torch.int32, device="cpu")
@@ -72,13 +78,13 @@ class ReferenceBackend(HostBackend):
         return self.encode_codes(codes, coding, out)
 
     def checksum(self, frame):
-        return frames.checksum(frame.numpy().tobytes())
+        return frames.checksum(numpy_of(frame).tobytes())
 
     def differences(self, x, base, codes):
-        codes.copy_(torch.from_numpy(differences.differences(_integers(x), _integers(base))))
+        numpy_of(codes)[:] = differences.differences(_integers(x), _integers(base))
 
     def add_differences(self, codes, base, out):
-        _integers(out)[:] = differences.restored(codes.numpy(), _integers(base))
+        _integers(out)[:] = differences.restored(numpy_of(codes), _integers(base))
 
     def root_mean_squares(self, x, most, out):
         _bits(out)[:] = scales.root_mean_squares(_values(x), most)
@@ -117,9 +123,9 @@ def _values(x: torch.Tensor) -> np.ndarray:
     return x.numpy() if x.dtype == torch.float64 else x.to(torch.float32).numpy()
 
 
-def _integers(floats: torch.Tensor) -> np.ndarray:
+def _integers(floats: Array) -> np.ndarray:
     """Bits of floats of 16 or 32 bits, as signed integers in the same memory."""
-    return floats.view(torch.int16 if floats.element_size() == 2 else torch.int32).numpy()
+    return numpy_of(floats).view(f"i{floats.itemsize}")
 
 
 def _bits(magnitudes: torch.Tensor) -> np.ndarray:

@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ...core.errors import MismatchError, PartlyAppliedError, UnsupportedError
-from ..apply import apply_patch, read_patches, require_base, stage_patch
+from ..apply import read_patches, require_base
+from ..state_dicts import apply_patch, stage_patch
 from ..tensors import held_in
 
 

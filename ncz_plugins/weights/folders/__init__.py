@@ -16,5 +16,5 @@ is found by SHA-256, so any checkpoint may be where it starts.
 - `fetch.py`: makes the checkpoint of a version.
 - `publish.py`: adds a version, and removes old ones.
 
-Only `patched.py` needs torch, which takes longer to import than a gigabyte to be hashed. Import from the modules.
+Nothing here needs torch, which takes longer to import than a gigabyte to be hashed. Import from the modules.
 """

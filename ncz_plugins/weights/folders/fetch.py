@@ -12,6 +12,7 @@ from ..keys import require_key
 from .checkpoint import hashed, held
 from .copying import Done, Progress, chunks, naming, naming_files, write
 from .manifest import INDEX, Manifest, Row, require, require_index, write_manifest
+from .patched import pieces
 from .versions import Versions
 
 
@@ -26,7 +27,7 @@ def fetch_version(
     """Make the checkpoint of a version, to the bit. Returns the number of the version.
 
     `into` appears complete, by a rename. Every file is compared with its SHA-256. Takes memory for the patches of one
-    of the checkpoint's files, for up to three of its tensors, and for a few frames for each thread of torch.
+    of the checkpoint's files, for up to three of its tensors, and for a few frames for each thread.
 
     Args:
         folder: where versions are.
@@ -80,8 +81,6 @@ def _pieces(versions: Versions, number: int, name: str) -> Iterator[bytes | memo
     number = versions.origin(number, name)
     row = versions.row(number, name)
     if row.stored == "patch" and not versions.is_held(row):
-        from .patched import pieces  # needs torch, which whole versions don't
-
         yield from pieces(versions, number, name)
         return
     with versions.open(number, name) as file:

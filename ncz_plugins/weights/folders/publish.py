@@ -6,7 +6,6 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
 from ...core.whole_files import new_folder
@@ -14,10 +13,8 @@ from ..keys import require_key
 from .checkpoint import files_of, states_of
 from .copying import Done, Progress, Readers, chunks, naming_files, write
 from .manifest import MAX_NUMBER, PATCH, WEIGHTS, Manifest, Row, Stored, numbers_in, write_manifest
+from .patched import PatchMaker
 from .versions import MAX_CHAIN, Versions
-
-if TYPE_CHECKING:
-    from .patched import PatchMaker
 
 _REMOVED = ".ncz-removed-"  # what is left of a version while its files are deleted
 
@@ -118,8 +115,6 @@ def _changes(
     before = [] if base is None else list(files_of(Path(base)).values())
     with Readers() as readers:
         hashing_before, hashing = readers.stored(before), readers.stored(sources, done)
-        from .patched import PatchMaker  # torch takes a second and a half, in which threads hash
-
         held = {stored.sha256: path for path, stored in zip(before, hashing_before)}
         maker = PatchMaker(versions.holding(held), older)
         return {path.name: _change(path, new, maker, older, into, done) for path, new in zip(sources, hashing)}

@@ -17,8 +17,9 @@ import torch
 from make import FOLDER, noise
 from torch import Tensor
 
+from ncz_plugins.weights.forms import Held
 from ncz_plugins.weights.make import make_patch_of
-from ncz_plugins.weights.tensors import Held, TensorPart, held_in
+from ncz_plugins.weights.tensors import TensorPart, held_in
 
 ROWS, COLUMNS = 42, 60
 KEY = b"the key of golden patches"
@@ -66,8 +67,7 @@ def part(x: Tensor, rank: int) -> TensorPart:
 
 def unsigned(held: Held) -> np.ndarray:
     """What a rank holds of a tensor, as unsigned integers."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[held.data.itemsize]
-    return held.data.contiguous().view(integers).numpy().view(f"u{held.data.itemsize}")
+    return held.data.view(f"u{held.data.itemsize}")
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ from ncz_plugins import (
 )
 from ncz_plugins.weights.folders import patched, verify
 from ncz_plugins.weights.folders.verify import list_versions
-from ncz_plugins.weights.tensors import SAFETENSORS_BITS
+from ncz_plugins.weights.forms import SAFETENSORS_BITS
 
 
 def weights(step: int = 0, count: int = 6) -> dict[str, torch.Tensor]:
@@ -371,19 +371,37 @@ import sys
 sys.modules["torch"] = None  # importing it fails
 from ncz_plugins.cli.main import main
 
-for command in (["make", "step-1", "new"], ["apply", "new", "made"], ["verify", "new"], ["verify", "made"]):
-    assert main(["patch", *command]) == 0, command
-for command in (["verify", "versions"], ["show", "versions"], ["apply", "versions", "whole", "--version", "4"]):
+FILE = "model-00001-of-00002.safetensors"
+for command in (
+    ["make", "step-1", "new"],
+    ["make", "step-2", "new", "--base", "step-1"],
+    ["make", "step-3", "new"],
+    ["apply", "new", "made"],
+    ["verify", "new"],
+    ["show", "new"],
+    ["verify", "made"],
+    ["make", f"other/{FILE}", "whole.patch"],
+    ["make", f"other/{FILE}", "changes.patch", "--base", f"step-1/{FILE}"],
+    ["show", "changes.patch"],
+    ["apply", "whole.patch", "whole.safetensors"],
+    ["apply", "changes.patch", "changed.safetensors", "--base", f"step-1/{FILE}"],
+):
     assert main(["patch", *command]) == 0, command
 """
 
 
 @pytest.mark.processes
-def test_what_codes_no_tensor_needs_no_torch(published):
-    """Whose import takes longer than a gigabyte takes to be read."""
+def test_patches_of_files_need_no_torch(published):
+    """Of no dtype, as importing torch takes longer than coding a gigabyte."""
+    ramp = torch.arange(9000)
+    kinds = {str(each): ramp.to(each) for each in (torch.int8, torch.int32, torch.float16, torch.float64, torch.bool)}
+    kinds |= {"wide": torch.randn(9000, generator=torch.Generator().manual_seed(1)), "narrow": ramp.bfloat16().float()}
+    new = checkpoint(published / "other", weights(9) | {f"{name} {n}": x for n in (1, 2) for name, x in kinds.items()})
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=published, check=True, timeout=120)
-    assert content(published / "made") == content(published / "step-1")
-    assert content(published / "whole") == content(published / "step-4")
+    assert content(published / "made") == content(published / "step-3")
+    [expected, *_] = sorted(new.glob("*.safetensors"))
+    for made in ("whole", "changed"):
+        assert (published / f"{made}.safetensors").read_bytes() == expected.read_bytes()
 
 
 def test_a_second_publisher_is_refused(published):

