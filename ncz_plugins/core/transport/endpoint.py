@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..errors import NczError, PeerError
 from ..runtime.process import drop_in_forks
-from .addresses import own_address
+from .addresses import gloo_interface, own_address
 from .base import peer_errors
 
 _HELLO = struct.Struct("<16sqq")  # first bytes of a connection: secret of the rank that is called, own rank, channel
@@ -43,6 +43,9 @@ _TELL_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.5  # for the words of a rank that can't be reached any more; they were sent before
 _BACKLOG = 4096  # calls that may wait to be accepted; the system may allow fewer
 _MOST_SILENT = 64  # accepted connections that have not said hello; of more, the oldest ones are closed
+
+# An option of Linux that Python has no name for in every version: `bind` chooses no port yet.
+_IP_BIND_ADDRESS_NO_PORT = 24
 
 _CLOSED = "these connections are closed"
 
@@ -283,6 +286,11 @@ class Endpoint:
         family, *_, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
         call = socket.socket(family)
         call.setblocking(False)
+        if gloo_interface() and family == self._listener.family:
+            # So that what this rank sends leaves by the interface that was named for it, if the host routes by source.
+            with suppress(OSError):  # another port than the kernel would choose costs nothing but ports
+                call.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+            call.bind((self._listener.getsockname()[0], 0))
         code = call.connect_ex(place)
         if code not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
             call.close()
