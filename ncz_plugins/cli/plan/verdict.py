@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from ...core.config import Config
@@ -95,8 +96,10 @@ def _break_even_link(setup: Setup) -> float | None:
 def _paying_ranks(setup: Setup) -> tuple[int, int] | None:
     size = setup.group.ranks_per_node
     tried = [2**power for power in range(1, 21) if 2**power * size <= _MAX_RANKS] or [2]
-    paying = [nodes * size for nodes in tried if _gains(setup.with_nodes(nodes))]
-    return (min(paying), max(paying)) if paying else None
+    # From both ends, as only these are told, and most ranks take longest to simulate.
+    gains = cache(lambda nodes: _gains(setup.with_nodes(nodes)))
+    fewest = next(filter(gains, tried), None)
+    return fewest and (fewest * size, next(filter(gains, reversed(tried))) * size)
 
 
 def _limits(setup: Setup, ours: Step) -> dict[str, float]:

@@ -17,47 +17,30 @@ from .transport import TimedFrame
 class CodingTimes:
     """Seconds to code a value, and bits of its code, by the number of ranks whose codes are added up: `addends`.
 
-    Numbers of addends are integers, or arrays of them.
+    Numbers of addends are integers, or arrays of them, from 1 to `ranks`.
     """
 
-    def __init__(self, costs: Costs, sizes: CodeSizes):
-        self._costs = costs
-        self._sizes = sizes
-        self._known: dict[tuple[str, int], float] = {}
-        self._tables: dict[str, np.ndarray] = {}  # the same, for arrays of addends
+    def __init__(self, costs: Costs, sizes: CodeSizes, ranks: int):
+        numbers = range(1, ranks + 1)
+        coders = [costs.coders[sizes.coder(addends)] for addends in numbers]
+        seconds = 1e-12 * costs.coding_times
+        self._bits = np.array([np.nan, *map(sizes.bits, numbers)])
+        self._encode = np.array([np.nan, *(seconds * each.encode for each in coders)])
+        self._decode = np.array([np.nan, *(seconds * each.decode for each in coders)])
 
     def bits(self, addends: np.ndarray | int) -> Times | float:
-        return self._of("bits", addends)
+        return self._bits[addends]
 
     def decode(self, addends: np.ndarray | int) -> Times | float:
-        return self._of("decode", addends)
+        return self._decode[addends]
 
     def sum(self, addends: np.ndarray | int, added: Sequence[np.ndarray | int]) -> Times | float:
         """Decode frames of `added` addends each, and encode their sum with the rank's own value."""
-        return self._of("encode", addends) + sum([self._of("decode", each) for each in added])
+        return self._encode[addends] + sum([self._decode[each] for each in added])
 
     def decode_sum(self, frames: int) -> float:
         """Decode frames of single ranks, and the rank's own codes, which are made once more."""
-        return self._of("decode", 1) * frames + self._of("encode", 1) / 2  # it takes no longer than half of encoding
-
-    def _of(self, what: str, addends: np.ndarray | int) -> Times | float:
-        if isinstance(addends, np.ndarray):
-            table = self._tables.get(what, np.empty(0))
-            if (more := int(addends.max(initial=0)) + 1 - len(table)) > 0:
-                self._tables[what] = table = np.append(table, np.full(more, np.nan))
-            if np.isnan(found := table[addends]).any():
-                for number in np.unique(addends).tolist():
-                    table[number] = self._of(what, number)
-                found = table[addends]
-            return found
-        if (what, addends) not in self._known:
-            if what == "bits":
-                found = self._sizes.bits(addends)
-            else:
-                coder = self._costs.coders[self._sizes.coder(addends)]
-                found = 1e-12 * self._costs.coding_times * getattr(coder, what)
-            self._known[what, addends] = found
-        return self._known[what, addends]
+        return self._decode[1] * frames + self._encode[1] / 2  # it takes no longer than half of encoding
 
 
 class TimedCodec:
@@ -80,7 +63,7 @@ class TimedCodec:
     def __init__(self, fleet: Fleet, layout: Layout, sizes: CodeSizes):
         self.layout = layout
         self._fleet = fleet
-        self._times = CodingTimes(fleet.costs, sizes)
+        self._times = CodingTimes(fleet.costs, sizes, fleet.world_size)
         self._in_batches = fleet.costs.kind == "gpu"
         self._lengths = np.array(layout.lengths)
 

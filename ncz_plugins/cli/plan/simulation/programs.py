@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,7 +54,8 @@ class Step(NamedTuple):
         frames: frames that are sent, received, added or decoded.
         peer: number of the peer, of "send" and "receive".
         message: number of the message among those to, or from, this peer.
-        values: values in a frame that is coded.
+        segment: segment of a frame that is coded, by its place in the rank's route.
+        index: number of this frame in its segment.
         result: frame that holds a "sum".
     """
 
@@ -61,24 +63,27 @@ class Step(NamedTuple):
     frames: tuple[int, ...]
     peer: int = 0
     message: int = 0
-    values: int = 0
+    segment: int = 0
+    index: int = 0
     result: int = 0
 
 
 class Role(NamedTuple):
-    """Ranks with the same program.
+    """Ranks with the same program, and segments of the same lengths.
 
     Attributes:
         steps: the program.
         frames: number of frames that it uses.
         ranks: the ranks, int64, [members].
         peers: their peers, int64, [number of peers, members].
+        values: values in each frame that they code, int64, [number of segments, frames of a segment].
     """
 
     steps: tuple[Step, ...]
     frames: int
     ranks: np.ndarray
     peers: np.ndarray
+    values: np.ndarray
 
     @property
     def messages(self) -> list[int]:
@@ -91,30 +96,35 @@ class Role(NamedTuple):
 
 @lru_cache(maxsize=16)  # the same calls on other links
 def _roles(collective: Callable, world_size: int, layout: Layout, alike: bool) -> list[Role]:
-    members = defaultdict(list)
+    # Ranks with routes of the same shape have the same program.
+    written, members = {}, defaultdict(list)
     for rank in range(world_size):
         route = route_of(rank, world_size, len(layout.lengths))
         peers = list(
             dict.fromkeys([*(leg.peer for leg in route.sums), *(p for s in route.sources.values() for p in s)])
         )
-        members[_shape(route, peers, layout) if alike else rank].append((rank, peers))
-    roles = []
-    for ranks, peers in (zip(*each) for each in members.values()):
-        codec = _WritingCodec(layout)
-        collective(_WritingTransport(codec, ranks[0], world_size, peers[0]), codec, Counters())
-        place = np.array(ranks), np.array(peers, dtype=np.int64).T.reshape(len(peers[0]), len(ranks))
-        roles.append(Role(tuple(codec.steps), codec.frames, *place))
+        segments = [segment for leg in route.sums for segment in leg.segments] + list(route.own)
+        shape = _shape(route, peers, segments) if alike else rank
+        if shape not in written:
+            codec = _WritingCodec(layout, segments)
+            collective(_WritingTransport(codec, rank, world_size, peers), codec, Counters())
+            written[shape] = tuple(codec.steps), codec.frames
+        members[shape, tuple(layout.lengths[segment] for segment in segments)].append((rank, peers))
+    # They are simulated together if their segments have the same lengths, too.
+    firsts, roles = layout.frame_elements * np.arange(layout.frames), []
+    for (shape, lengths), each in members.items():
+        ranks, peers = (np.array(part, dtype=np.int64) for part in zip(*each))
+        values = np.clip(np.array(lengths)[:, None] - firsts, 0, layout.frame_elements)
+        roles.append(Role(*written[shape], ranks, peers.T, values))
     return roles
 
 
-def _shape(route: Route, peers: list[int], layout: Layout) -> tuple:
-    """What a rank does, apart from who its peers are and what its segments are called."""
+def _shape(route: Route, peers: list[int], segments: list[int]) -> tuple:
+    """What a rank does, apart from who its peers are and which segments it codes."""
     number = {peer: at for at, peer in enumerate(peers)}
-    segments = [segment for leg in route.sums for segment in leg.segments] + list(route.own)
     return (
         tuple((number[leg.peer], len(leg.segments)) for leg in route.sums),
         tuple(tuple(number[peer] for peer in route.sources.get(segment, ())) for segment in segments),
-        tuple(layout.lengths[segment] for segment in segments),
     )
 
 
@@ -125,10 +135,11 @@ class _WritingCodec:
     sums_to_output = True
     encodes_ahead = False
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, segments: Sequence[int]):
         self.layout = layout
         self.steps: list[Step] = []
         self.frames = 0
+        self._place = {segment: at for at, segment in enumerate(segments)}
 
     def new_frames(self, count: int) -> range:
         self.frames += count
@@ -141,19 +152,15 @@ class _WritingCodec:
         return (self._sum(segment, index, each) for index, each in enumerate(frames))
 
     def decode(self, segment: int, index: int, frame: int) -> None:
-        self.steps.append(Step("decode", (frame,), values=self._values(segment, index)))
+        self.steps.append(Step("decode", (frame,), segment=self._place[segment], index=index))
 
     def decode_sum(self, segment: int, index: int, frames: list[int]) -> None:
-        self.steps.append(Step("decode_sum", tuple(frames), values=self._values(segment, index)))
+        self.steps.append(Step("decode_sum", tuple(frames), segment=self._place[segment], index=index))
 
     def _sum(self, segment: int, index: int, frames: list[int]) -> int:
         [made] = self.new_frames(1)
-        self.steps.append(Step("sum", tuple(frames), values=self._values(segment, index), result=made))
+        self.steps.append(Step("sum", tuple(frames), segment=self._place[segment], index=index, result=made))
         return made
-
-    def _values(self, segment: int, index: int) -> int:
-        elements = self.layout.frame(segment, index)
-        return elements.stop - elements.start
 
 
 class _WritingTransport(FrameTransport):
@@ -193,12 +200,14 @@ class _WritingStream(FrameStream):
 # ---------------------------------------------------------------- running
 
 
-class _Group(NamedTuple):
-    """Members of a role that are at the same step."""
+@dataclass(eq=False)
+class _Group:
+    """Members of a role that are at the same step: their numbers in the role, and their ranks."""
 
     role: int
     step: int
     members: np.ndarray
+    ranks: np.ndarray
 
 
 class _Clocks:
@@ -214,7 +223,7 @@ class _Clocks:
 
     def __init__(self, fleet: Fleet, sizes: CodeSizes, roles: list[Role]):
         self._fleet = fleet
-        self._times = CodingTimes(fleet.costs, sizes)
+        self._times = CodingTimes(fleet.costs, sizes, fleet.world_size)
         self._roles = roles
         self.left = np.zeros(fleet.world_size)
         self.sent_bytes = 0.0
@@ -253,75 +262,87 @@ class _Clocks:
         return zip(*ends) if sends else zip(*reversed(ends))
 
     def run(self) -> None:
-        """Run all programs to their ends, always a step of the ranks that are furthest behind."""
-        ready = [_Group(number, 0, np.arange(len(role.ranks))) for number, role in enumerate(self._roles)]
-        heap = [(self._time(group), order, group) for order, group in enumerate(ready)]
-        heapq.heapify(heap)
-        order, blocked = len(heap), defaultdict(list)
-        while heap or any(blocked.values()):
-            if not heap:  # some members wait for others: those that don't wait go on alone
+        """Run all programs to their ends. Ranks send in order of time, as what they send queues at its receiver."""
+        woken = [_Group(number, 0, np.arange(len(role.ranks)), role.ranks) for number, role in enumerate(self._roles)]
+        sending, order, blocked = [], 0, defaultdict(list)
+        while woken or sending or any(blocked.values()):
+            for group in woken:
+                step = self._next_message(group)
+                if step is not None and step.kind == "send":
+                    order += 1
+                    heapq.heappush(sending, (self._fleet.thread[group.ranks].min(), order, group))
+                elif step is not None:
+                    blocked[group.role].append(group)
+            if sending:
+                _, _, group = heapq.heappop(sending)
+                to = self._send(self._roles[group.role].steps[group.step], group)
+                group.step += 1
+                woken = [group]
+                for role in set(self._role_of[to].tolist()):  # receivers may have waited for this
+                    woken += blocked.pop(role, [])
+            else:  # some members wait for others: those that don't wait go on alone
                 woken = [part for groups in blocked.values() for group in groups for part in self._parted(group)]
                 blocked.clear()
-            else:
-                _, _, group = heapq.heappop(heap)
-                role = self._roles[group.role]
-                step = role.steps[group.step]
-                if step.kind == "receive" and not self._has_come(group).all():
-                    blocked[group.role].append(group)
-                    continue
-                getattr(self, f"_{step.kind}")(step, group.role, group.members)
-                woken = [group._replace(step=group.step + 1)] if group.step + 1 < len(role.steps) else []
-                if step.kind == "send":  # receivers may have waited for this
-                    for number in set(self._role_of[role.peers[step.peer][group.members]].tolist()):
-                        woken += blocked.pop(number, [])
-            for each in woken:
-                order += 1
-                heapq.heappush(heap, (self._time(each), order, each))
 
-    def _time(self, group: _Group) -> float:
-        return self._fleet.thread[self._roles[group.role].ranks[group.members]].min()
+    def _next_message(self, group: _Group) -> Step | None:
+        """Run a group until it sends, or wants what was not sent to all yet. Returns that step; None at the end."""
+        steps = self._roles[group.role].steps
+        while group.step < len(steps):
+            step = steps[group.step]
+            if step.kind == "send" or (step.kind == "receive" and not self._has_come(step, group).all()):
+                return step
+            getattr(self, f"_{step.kind}")(step, group)
+            group.step += 1
+        return None
 
-    def _has_come(self, group: _Group) -> np.ndarray:
+    def _has_come(self, step: Step, group: _Group) -> np.ndarray:
         """Whether the message that each member wants was sent."""
-        step = self._roles[group.role].steps[group.step]
         return np.isfinite(self._arrival[self._incoming[group.role][step.peer][group.members] + step.message])
 
     def _parted(self, group: _Group) -> Iterator[_Group]:
-        has_come = self._has_come(group)
-        yield from (group._replace(members=group.members[each]) for each in (has_come, ~has_come) if each.any())
+        has_come = self._has_come(self._roles[group.role].steps[group.step], group)
+        for each in (has_come, ~has_come):
+            if each.any():
+                yield replace(group, members=group.members[each], ranks=group.ranks[each])
 
     # ------------------------------------------------------------ steps
 
-    def _send(self, step: Step, role: int, members: np.ndarray) -> None:
-        ranks, to = self._roles[role].ranks[members], self._roles[role].peers[step.peer][members]
+    def _send(self, step: Step, group: _Group) -> np.ndarray:
+        """Send a message of each member. Returns the receivers."""
+        ranks, members = group.ranks, group.members
+        to = self._roles[group.role].peers[step.peer][members]
         frames = self._first_frame[ranks][:, None] + step.frames
         nbytes = self._nbytes[frames].sum(axis=1)
         self._fleet.handle_message(nbytes, ranks)
-        flow_free = self._flow_free[role][step.peer]
+        flow_free = self._flow_free[group.role][step.peer]
         self.left[ranks], flow_free[members], arrival = self._fleet.transfer(to, nbytes, flow_free[members], ranks)
-        message = self._outgoing[role][step.peer][members] + step.message
+        message = self._outgoing[group.role][step.peer][members] + step.message
         self._arrival[message] = arrival
         received = self._frames_at[message][:, None] + np.arange(len(step.frames))
         self._nbytes[received], self._addends[received] = self._nbytes[frames], self._addends[frames]
         self.sent_bytes += nbytes.sum()
+        return to
 
-    def _receive(self, step: Step, role: int, members: np.ndarray) -> None:
-        ranks, message = self._roles[role].ranks[members], self._incoming[role][step.peer][members] + step.message
+    def _receive(self, step: Step, group: _Group) -> None:
+        ranks = group.ranks
+        message = self._incoming[group.role][step.peer][group.members] + step.message
         self._fleet.wait_until(self._arrival[message], ranks)
         self._fleet.handle_message(self._nbytes[self._first_frame[ranks][:, None] + step.frames].sum(axis=1), ranks)
 
-    def _sum(self, step: Step, role: int, members: np.ndarray) -> None:
-        ranks = self._roles[role].ranks[members]
-        added = [self._addends[self._first_frame[ranks] + frame] for frame in step.frames]
-        addends = 1 + sum(added, np.zeros(len(ranks), int))
-        self._fleet.work(self._times.sum(addends, added) * step.values, ranks)
-        made = self._first_frame[ranks] + step.result
-        self._addends[made], self._nbytes[made] = addends, HEADER_BYTES + self._times.bits(addends) / 8 * step.values
+    def _sum(self, step: Step, group: _Group) -> None:
+        first, values = self._first_frame[group.ranks], self._values(step, group)
+        added = [self._addends[first + frame] for frame in step.frames]
+        addends = 1 + sum(added, np.zeros(len(first), int))
+        self._fleet.work(self._times.sum(addends, added) * values, group.ranks)
+        made = first + step.result
+        self._addends[made], self._nbytes[made] = addends, HEADER_BYTES + self._times.bits(addends) / 8 * values
 
-    def _decode(self, step: Step, role: int, members: np.ndarray) -> None:
-        ranks = self._roles[role].ranks[members]
-        addends = self._addends[self._first_frame[ranks] + step.frames[0]]
-        self._fleet.decode(self._times.decode(addends) * step.values, ranks)
+    def _decode(self, step: Step, group: _Group) -> None:
+        addends = self._addends[self._first_frame[group.ranks] + step.frames[0]]
+        self._fleet.decode(self._times.decode(addends) * self._values(step, group), group.ranks)
 
-    def _decode_sum(self, step: Step, role: int, members: np.ndarray) -> None:
-        self._fleet.decode(self._times.decode_sum(len(step.frames)) * step.values, self._roles[role].ranks[members])
+    def _decode_sum(self, step: Step, group: _Group) -> None:
+        self._fleet.decode(self._times.decode_sum(len(step.frames)) * self._values(step, group), group.ranks)
+
+    def _values(self, step: Step, group: _Group) -> float:
+        return float(self._roles[group.role].values[step.segment, step.index])

@@ -124,25 +124,34 @@ class Sampled(NamedTuple):
 @lru_cache(maxsize=256)
 def _sampled(config: Config, addends: int) -> Sampled:
     """Code a sum of the sample codes of `addends` ranks."""
-    quantizer, backend = config.quantizer, kernels.cpu_backend()
+    backend, total = kernels.cpu_backend(), _sum_of_codes(config.quantizer, addends)
+    frame = torch.empty(max_frame_bytes(_SAMPLE_VALUES), dtype=torch.uint8, device="cpu")
+    nbytes = backend.encode_codes(total, coding_for(config, backend), frame)
+    _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
+    return Sampled(8 * (nbytes - HEADER_BYTES) / _SAMPLE_VALUES, Coder(coder).name.lower())
+
+
+@lru_cache(maxsize=8)  # one for each number of addends that is sampled, and the same for all links
+def _sum_of_codes(quantizer: QuantizerConfig, addends: int) -> torch.Tensor:
+    """Sum of the sample codes of `addends` ranks, int32, [_SAMPLE_VALUES]."""
+    backend = kernels.cpu_backend()
     layout = Layout.split(_SAMPLE_VALUES, 1, _SAMPLE_VALUES, quantizer.block_in_effect)
-    ranks = [
-        torch.from_numpy(np.random.default_rng(rank).laplace(size=_SAMPLE_VALUES).astype(np.float32))
-        for rank in range(addends)
-    ]
+    ranks = [_sample(rank) for rank in range(addends)]
     # Agree on scales, as ranks do.
     measured = [measure(backend, Window(x), layout, range(1), quantizer) for x in ranks]
     agreed = torch.stack([each.float() for each in measured]).amax(0).to(measured[0].dtype)
     scales = scales_or_bypass(agreed, layout, quantizer, torch.float32, addends)
     if isinstance(scales, Bypass):
         raise ConfigError(f"quantizer {quantizer.describe()}: nothing would be compressed: {scales.value}")
-    # Add the codes of all ranks, and encode the sum.
+    # Add the codes of all ranks.
     total = torch.zeros(_SAMPLE_VALUES, dtype=torch.int32, device="cpu")
     codes = torch.empty_like(total)
     for rank, x in enumerate(ranks):
-        backend.quantize(x, scales.inverse_steps, codes, noise_for(config, 1, rank, addends))
+        backend.quantize(x, scales.inverse_steps, codes, noise_for(Config(quantizer=quantizer), 1, rank, addends))
         total += codes
-    frame = torch.empty(max_frame_bytes(_SAMPLE_VALUES), dtype=torch.uint8, device="cpu")
-    nbytes = backend.encode_codes(total, coding_for(config, backend), frame)
-    _, _, coder, *_ = HEADER.unpack(frame[:HEADER_BYTES].numpy())
-    return Sampled(8 * (nbytes - HEADER_BYTES) / _SAMPLE_VALUES, Coder(coder).name.lower())
+    return total
+
+
+@lru_cache(maxsize=_MAX_ADDENDS)
+def _sample(rank: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(rank).laplace(size=_SAMPLE_VALUES).astype(np.float32))
