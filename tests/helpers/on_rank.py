@@ -17,6 +17,8 @@ from ncz_plugins import NczError
 
 PATIENCE = timedelta(seconds=30)  # how long ranks wait in a test for one that has failed already
 
+BF16_ROUNDING = 2**-9  # of a value that becomes bfloat16, as residuals do in every step
+
 # In pytest's process, which imports test files too, there is one rank and the CPU.
 rank = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or 0)
 world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)

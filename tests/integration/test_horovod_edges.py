@@ -11,7 +11,7 @@ pytest.importorskip("horovod")
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
-from on_rank import of_all_ranks, raises, rank, same_on_all_ranks, world_size
+from on_rank import BF16_ROUNDING, of_all_ranks, raises, rank, same_on_all_ranks, world_size
 from scenarios import HOROVOD, ranks
 from torch import nn
 from under_horovod import (
@@ -296,7 +296,8 @@ def test_sums_are_off_by_what_is_kept_and_nothing_else_where_gradients_are_skipp
     names = [name for name, _ in models[0].named_parameters()]
     assert sorted(explained) == sorted(names)
     assert largest(off) / largest(gradients(models[1])) > 0.05
-    assert largest([o.flatten() + explained[name] for o, name in zip(off, names)]) < 1e-5
+    rounding = 6 * largest(kept.values()) * BF16_ROUNDING
+    assert largest([o.flatten() + explained[name] for o, name in zip(off, names)]) < rounding + 1e-5
 
 
 @on_two_and_three_ranks

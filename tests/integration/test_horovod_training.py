@@ -13,7 +13,7 @@ pytest.importorskip("horovod")
 
 import horovod.torch as hvd
 import torch
-from on_rank import attempt, folder, of_all_ranks, raises, rank, same_on_all_ranks, start
+from on_rank import BF16_ROUNDING, attempt, folder, of_all_ranks, raises, rank, same_on_all_ranks, start
 from scenarios import HOROVOD, on_ranks, ranks
 from under_horovod import gradients, largest, largest_error, loss_of, new_model, own_values, sha256
 
@@ -121,10 +121,10 @@ def test_what_is_lost_is_made_up_for(group):
     exact = sum(hvd.allreduce(t).double() for t in tensors)
     (kept,) = compressor.training.residuals.by_name.values()
     total = sum(result.double() for result in results)
-    rounding = len(tensors) * ROUNDING * largest(results)
+    rounding = len(tensors) * (ROUNDING * largest(results) + BOUND * BF16_ROUNDING)
     assert BOUND / 2 < largest([total - exact]) <= BOUND + rounding  # after six steps as after one
     assert largest([total + hvd.allreduce(kept.double()) - exact]) <= rounding
-    assert BOUND / 2 < largest([kept]) <= BOUND
+    assert BOUND / 2 < largest([kept]) <= BOUND * (1 + BF16_ROUNDING)
 
 
 def known_after(act) -> list[str]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...core.bypass import by_dtype, by_role, by_size
 from ...core.config import Config, Policy
+from ...core.training.error_feedback import dtype_of
 from ...core.training.policy import ParameterSlice, Policies, Treatment
 
 ROLE = "gradient"
@@ -41,7 +42,7 @@ class Row(NamedTuple):
         """Memory that error feedback takes on every rank, in bytes."""
         if self.treatment is None or self.treatment.bypass or not self.treatment.quantizer.feeds_back:
             return 0
-        return self.numel * torch.promote_types(self.dtype, torch.float32).itemsize
+        return self.numel * dtype_of(self.dtype).itemsize
 
 
 class Match(NamedTuple):

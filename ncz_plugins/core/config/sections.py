@@ -75,7 +75,7 @@ class QuantizerConfig(Section):
     )
     error_feedback: Annotated[Flag, FLAG] = Field(
         default=False,
-        description="Add what a gradient loses to the parameter's next gradient. Takes 4 bytes per element on every "
+        description="Add what a gradient loses to the parameter's next gradient. Takes 2 bytes per element on every "
         "rank (float64: 8).",
     )
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from ..config import first_problem
 from ..errors import ConfigError
 
+_RESIDUAL_DTYPES = torch.bfloat16, torch.float32, torch.float64  # float32: of earlier versions
 _Count = Annotated[int, Field(ge=0)]
 
 
 def _residual(kept: Tensor) -> Tensor:
-    if kept.dim() != 1 or kept.dtype not in (torch.float32, torch.float64) or kept.layout != torch.strided:
-        raise ValueError("must be a dense tensor, one-dimensional, float32 or float64")
+    if kept.dim() != 1 or kept.dtype not in _RESIDUAL_DTYPES or kept.layout != torch.strided:
+        raise ValueError("must be a dense tensor, one-dimensional, bfloat16, float32 or float64")
     return kept
 
 

@@ -21,7 +21,7 @@ from ..errors import AccuracyError, ConfigError
 from ..messages import say
 from ..runtime.inference_mode import outside_of_inference_mode
 from ..runtime.statistics import Counters, Statistics
-from .error_feedback import Residuals
+from .error_feedback import Residuals, dtype_of
 from .group import GroupState
 from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
@@ -305,8 +305,10 @@ class Training:
         if is_own:
             with outside_of_inference_mode():
                 for name, kept in residuals.items():
-                    # A copy: residuals change in place, and the caller may load the same state again.
-                    self.residuals.by_name[name] = kept.clone().nan_to_num_(0, 0, 0)
+                    # A copy: residuals change in place, and the caller may load the same state again. Older states
+                    # hold float32.
+                    copy = kept.to(dtype_of(kept.dtype), copy=True)
+                    self.residuals.by_name[name] = copy.nan_to_num_(0, 0, 0)
             return
         lost = ["what error feedback has kept starts at zero"] if residuals else []
         lost += ["random numbers begin anew"] if state["world_size"] != ranks else []

@@ -186,6 +186,15 @@ def test_a_foreign_state_is_refused(state, words):
     assert str(saved(training)) == str(before)
 
 
+def test_residuals_of_older_states_are_rounded():
+    """They are float32."""
+    state, training = saved(of_a_run()), of_two_ranks()
+    part_of(state)["residuals"]["a"] = exact = torch.arange(5.0) / 3
+    training.load_state_dict(state)
+    kept = training.residuals.by_name["a"]
+    assert kept.dtype == torch.bfloat16 and torch.equal(kept, exact.bfloat16()) and exact.dtype == torch.float32
+
+
 def test_residuals_that_are_not_finite_start_at_zero():
     """An earlier version kept such of a fixed rate."""
     training, state = of_two_ranks(), saved(of_a_run())
