@@ -183,14 +183,18 @@ def root_of(collective: str, what: str, given: int | None, in_group: int | None,
     return ranks.index(given)
 
 
-def require_kept(collective: str, tensor: Tensor, name: str | None, kept: Sequence[ParameterSlice] | None) -> None:
-    """Raise ValueError unless error feedback can keep a tensor by these parts."""
+def require_kept(collective: str, parts: Sequence[ParameterSlice], kept: Sequence[ParameterSlice] | None) -> None:
+    """Raise ValueError unless error feedback can keep a tensor that consists of `parts` as `kept`."""
     if kept is None:
         return
-    if name is None:
-        raise ValueError(f"{collective}: kept_as needs a name: pass name as well, or parts alone")
-    if (elements := sum(part.length for part in kept)) != tensor.numel():
-        raise ValueError(f"{collective}: kept_as must have the {tensor.numel()} elements of the tensor, got {elements}")
+    if all(part.name is None for part in parts):
+        raise ValueError(f"{collective}: kept_as needs a name: pass name or parts as well")
+    of_parts, of_kept = ([part.length for part in each] for each in (parts, kept))
+    if sum(of_kept) != sum(of_parts):
+        wanted = f"the {sum(of_parts)} elements of the tensor"
+        raise ValueError(f"{collective}: kept_as must have {wanted}, got {sum(of_kept)}")
+    if len(of_parts) > 1 and of_kept != of_parts:
+        raise ValueError(f"{collective}: kept_as must have the lengths of parts, {of_parts}, got {of_kept}")
 
 
 def parts_of_each(
@@ -230,7 +234,9 @@ def parts_of(
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
     if parts is None:
-        return [ParameterSlice(name, tensor.numel())]
+        # A flat tensor without a name may be a bucket of matrices.
+        dimensions = None if name is None and tensor.dim() < 2 else tensor.dim()
+        return [ParameterSlice(name, tensor.numel(), dimensions=dimensions)]
     if name is not None:
         raise ValueError(f"{collective}: pass name or parts, not both, got name={name!r}")
     if (elements := sum(part.length for part in parts)) != tensor.numel():

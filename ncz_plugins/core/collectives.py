@@ -71,7 +71,8 @@ class Collectives:
                 plain. None: the tensor is compressed.
             name: the parameter's name, by which policies and error feedback know the tensor.
             parts: the parameters that the tensor consists of, in order, where there are several.
-            kept_as: keys for error feedback, if they should differ from `name`. Ranks may use different keys.
+            kept_as: keys for error feedback, if they should differ from `name` or the names of `parts`; beside `parts`
+                one for each. Ranks may use different keys.
 
         Returns: a handle if `async_op`, else None.
 
@@ -82,7 +83,7 @@ class Collectives:
         with Beginning(self, "all_reduce"):
             memory = tensor_of(tensor, op)
             parts = parts_of("all_reduce", memory, name, parts)
-            require_kept("all_reduce", memory, name, kept_as)
+            require_kept("all_reduce", parts, kept_as)
             calls = self._sums([memory], op, [parts], role, kept_as)
             return self._start(calls, [tensor], async_op)
 
@@ -132,21 +133,22 @@ class Collectives:
         Args:
             output: [n] elements in any shape, on the device of `input` and of its dtype.
             input: [world_size * n] elements in any shape; dtypes as of `all_reduce`.
-            parts: those of `input`, all of which must be treated alike.
+            parts: those of `input`. There is a call for each treatment, as of `all_reduce`, if what goes to each rank
+                consists of parts of the same lengths and treatments.
             kept_as: see `all_reduce`.
 
         Returns: a handle if `async_op`, else None.
 
         Raises what `all_reduce` does; ValueError for other sizes, UnsupportedError for parts that are treated
-        differently.
+        differently if ranks get other parts.
         """
         with Beginning(self, "reduce_scatter_single"):
             source, memory = tensor_of(input, op, is_written=False), tensor_of(output)
             require_sizes("reduce_scatter_single", self.world_size, whole=source, part=memory)
             parts = parts_of("reduce_scatter_single", source, name, parts)
-            require_kept("reduce_scatter_single", source, name, kept_as)
-            call = Call("reduce_scatter_single", source, memory, op, role=role, parts=parts, residual_parts=kept_as)
-            return self._start([call], [output], async_op)
+            require_kept("reduce_scatter_single", parts, kept_as)
+            calls = self._scattered_sums(source, memory, op, parts, role, kept_as)
+            return self._start(calls, [output], async_op)
 
     reduce_scatter_tensor = reduce_scatter_single  # torch's name before 2.13
 
@@ -183,7 +185,7 @@ class Collectives:
             is_written = self.rank == root
             memory = tensor_of(tensor, op, is_written)
             parts = parts_of("reduce", memory, name, parts)
-            require_kept("reduce", memory, name, kept_as)
+            require_kept("reduce", parts, kept_as)
             call = Call("reduce", memory, memory, op, root=root, role=role, parts=parts, residual_parts=kept_as)
             call.is_written = is_written
             return self._start([call], [tensor], async_op)
@@ -524,8 +526,42 @@ class Collectives:
                 its_parts = [own[at] for at in indices]
                 call = Call("all_reduce", joined.whole, joined.whole, op, role=role, parts=its_parts)
                 call.joined = (*copies, joined)
-                call.residual_parts, call.together = kept_as, together
+                call.residual_parts, call.together = _chosen(kept_as, indices), together
                 calls.append(call)
+        return calls
+
+    def _scattered_sums(
+        self,
+        source: Tensor,
+        memory: Tensor,
+        op,
+        parts: Sequence[ParameterSlice],
+        role: str | None,
+        kept_as: Sequence[ParameterSlice] | None,
+    ) -> list[Call]:
+        """The calls of a reduce_scatter_single: one for each treatment if all ranks get parts alike."""
+        how = {"role": role, "residual_parts": kept_as}
+        n, each, lengths = self.world_size, len(parts) // self.world_size, [part.length for part in parts]
+        alike = self.training.grouped(parts, source.dtype, role, self.ranks) if len(parts) > 1 else []
+        places = [indices for _, indices in alike]
+        own = [[at for at in indices if at < each] for indices in places]  # of what goes to the first rank
+        as_each = [[rank * each + at for rank in range(n) for at in of_first] for of_first in own]
+        if len(alike) < 2 or places != as_each or lengths != lengths[:each] * n:  # `decide` refuses what is not alike
+            return [Call("reduce_scatter_single", source, memory, op, parts=parts, **how)]
+
+        # The parts of one treatment are copied together, and the sums of this rank's own to where they belong.
+        given, copied = slices_of(source, parts)
+        taken, its_copy = slices_of(memory, parts[:each])
+        calls = []
+        for indices, of_first in zip(places, own):
+            read, written = (
+                Joined([given[at] for at in indices], is_written=False),
+                Joined([taken[at] for at in of_first]),
+            )
+            its_parts = [parts[at] for at in indices]
+            call = Call("reduce_scatter_single", read.whole, written.whole, op, parts=its_parts, **how)
+            call.joined, call.residual_parts = (*copied, *its_copy, read, written), _chosen(kept_as, indices)
+            calls.append(call)
         return calls
 
     # ---------------------------------------------------------------- what a Communicator does with calls
@@ -566,3 +602,7 @@ class Beginning:
                 self._communicator.refuse(self._collective)
         finally:
             self._outside.__exit__(kind, error, traceback)
+
+
+def _chosen(parts: Sequence[ParameterSlice] | None, places: Sequence[int]) -> Sequence[ParameterSlice] | None:
+    return None if parts is None else [parts[at] for at in places]

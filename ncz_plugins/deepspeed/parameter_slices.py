@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.training.policy import ParameterSlice
 
 PADDING = ""  # name of elements that belong to no parameter
-NamedGradient = tuple[str | None, Tensor]  # a parameter's name, None if unknown, and its gradient
+NamedGradient = tuple[str | None, Tensor]  # a parameter's name, None if unknown, and its gradient in its shape
 
 
 def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> tuple[list[ParameterSlice], int]:
@@ -31,22 +31,24 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
         gradients: contiguous. All gradients that may be reduced now.
     """
     spans = sorted(
-        ((gradient.data_ptr(), gradient.numel(), name) for name, gradient in gradients if gradient.numel()),
+        ((each.data_ptr(), each.numel(), name, each.dim()) for name, each in gradients if each.numel()),
         key=itemgetter(0),
     )
-    starts = [start for start, _, _ in spans]
+    starts = [start for start, *_ in spans]
     parts, unknown = [], 0
     for tensor in tensors:
         address, left = tensor.data_ptr(), tensor.numel()
         while left:
-            begin, numel, name = spans[at] if (at := bisect_right(starts, address) - 1) >= 0 else (address, 0, None)
+            at = bisect_right(starts, address) - 1
+            begin, numel, name, dimensions = spans[at] if at >= 0 else (address, 0, None, None)
             start = (address - begin) // tensor.element_size()
             if start >= numel:  # the address lies behind the nearest gradient
                 parts.append(ParameterSlice(None, left))
                 unknown += left
                 break
             length = min(left, numel - start)
-            parts.append(_padding(length) if name is PADDING else ParameterSlice(name, length, start, numel))
+            part = ParameterSlice(name, length, start, numel, dimensions=dimensions)
+            parts.append(_padding(length) if name is PADDING else part)
             unknown += length if name is None else 0
             address, left = address + length * tensor.element_size(), left - length
     return parts, unknown
@@ -56,12 +58,12 @@ def rank_major(parts: Sequence[ParameterSlice], ranks: int) -> list[ParameterSli
     """Parameter slices in the order of `reduce_scatter_coalesced`: for each rank its padded share of each parameter."""
     shares = []
     for rank in range(ranks):
-        for name, numel, *_ in parts:
-            share = -(-numel // ranks)
-            start = min(rank * share, numel)
-            length = min(share, numel - start)
+        for part in parts:
+            share = -(-part.length // ranks)
+            start = min(rank * share, part.length)
+            length = min(share, part.length - start)
             if length:
-                shares.append(ParameterSlice(name, length, start, numel))
+                shares.append(part._replace(length=length, start=start, numel=part.length))
             if length < share:
                 shares.append(_padding(share - length))
     return shares
@@ -98,7 +100,7 @@ def of_engine(engine) -> Iterator[NamedGradient]:
     if hasattr(optimizer, "get_grads_for_reduction"):  # BF16_Optimizer accumulates in its own buffers
         for at, group in enumerate(optimizer.bf16_groups):
             for parameter, gradient in zip(group, optimizer.fp32_groups_gradients[at]):
-                yield names.get(parameter), gradient
+                yield names.get(parameter), gradient.view(parameter.shape)
             used = optimizer.fp32_groups_actual_gradients_flat[at].numel()
             yield PADDING, optimizer.fp32_groups_gradients_flat[at][used:]
     else:

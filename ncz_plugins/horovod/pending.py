@@ -146,7 +146,7 @@ class ReductionHandle:
                 self.name,
                 index,
                 tensor,
-                ParameterSlice(name, tensor.numel()),
+                ParameterSlice(name, tensor.numel(), dimensions=tensor.dim()),
                 ParameterSlice(name and label + name, tensor.numel()),
                 record_event(tensor.device),
             )

@@ -114,7 +114,8 @@ class Compression(ModelCompression):
         rank used the parameter. Such a gradient gets no error feedback.
         """
         is_old = self._computed is not None and id(parameter) not in self._computed and parameter.grad is not None
-        return ParameterSlice(self._names.get(id(parameter)), _floats_of(parameter), feeds_back=not is_old)
+        name, floats = self._names.get(id(parameter)), _floats_of(parameter)
+        return ParameterSlice(name, floats, feeds_back=not is_old, dimensions=parameter.dim())
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
         """Average a sparse gradient, uncompressed and at once. DDP gives it a bucket of its own."""

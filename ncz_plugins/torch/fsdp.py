@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,8 +88,8 @@ class Compression(ModelCompression):
     def note(self, name: str, contributing: list[ReducedParameter], is_divided: bool) -> None:
         """Take note of the parameters of a module whose gradients FSDP reduces next.
 
-        FSDP reduces the gradients that a module has, which may be others in each pass. Error feedback keeps residuals
-        by parameter, so it must know which these are.
+        FSDP reduces the gradients that a module has, which may be others in each pass. Policies and error feedback know
+        parameters, and so must know which these are.
 
         Args:
             name: the module's.
@@ -108,14 +108,26 @@ class Compression(ModelCompression):
         shards, _, compresses_shards = self._reductions[name]
         return compresses_shards and shards.size() > 1
 
-    def _kept_as(self, name: str, gradient: Tensor, ranks: int, suffix: str = "") -> list[ParameterSlice] | None:
-        """Keys of error feedback for a module's gradients: rank 0's shares, then rank 1's, and so on.
+    def _known_as(self, name: str, gradient: Tensor, ranks: int, suffix: str = "") -> dict[str, Any]:
+        """Arguments by which policies and error feedback know a module's gradients: rank 0's shares, then rank 1's.
 
-        None if the parameters noted don't have as many elements as `gradient`.
+        They know the module alone if the parameters noted don't have as many elements as `gradient`.
         """
-        shares = [(f"{name_of(each.name or name)}{suffix}", each.elements) for each in self._contributing.get(name, [])]
-        parts = [ParameterSlice(each, n, rank * n, ranks * n) for rank in range(ranks) for each, n in shares]
-        return parts if sum(part.length for part in parts) == gradient.numel() else None
+        shares = [(name_of(each.name or name), each) for each in self._contributing.get(name, [])] * ranks
+        if sum(each.elements for _, each in shares) != gradient.numel():
+            return {"parts": [ParameterSlice(name, gradient.numel())]}
+        starts = [rank * each.elements for rank in range(ranks) for _, each in shares[: len(shares) // ranks]]
+        kept_as = [
+            ParameterSlice(f"{own}{suffix}", each.elements, start, ranks * each.elements)
+            for start, (own, each) in zip(starts, shares)
+        ]
+        if not self.training.config.policies:  # one name is compared faster
+            return {"name": name, "kept_as": kept_as}
+        parts = [
+            ParameterSlice(own, each.elements, start, each.parameter.numel(), dimensions=each.parameter.dim())
+            for start, (own, each) in zip(starts, shares)
+        ]
+        return {"parts": parts, "kept_as": kept_as}
 
     def _communicator(self, group: dist.ProcessGroup) -> Communicator:
         """The communicator of the ranks of a group. The first call connects them.
@@ -142,8 +154,7 @@ class Compression(ModelCompression):
 
         # Parameters that ranks of tensor parallelism have in common are made equal after the last reduction.
         equalizes = is_last and self._tensor_parallel.is_used
-        kept_as = self._kept_as(name, input, group.size())
-        how = {"async_op": async_op and not equalizes, "role": "gradient", "name": name, "kept_as": kept_as}
+        how = {"async_op": async_op and not equalizes, "role": "gradient", **self._known_as(name, input, group.size())}
         handle = self._communicator(group).reduce_scatter_single(output, input, op, **how)
         if equalizes:
             self._equalize(name, output)
@@ -166,9 +177,9 @@ class Compression(ModelCompression):
         self._end_step_with_this_pass()
         _, replicas, compresses_shards = self._reductions[name]
         # Where a parameter is rounded twice, it has two residuals.
-        kept_as = self._kept_as(name, gradient, 1, " between replicas" if compresses_shards else "")
+        known_as = self._known_as(name, gradient, 1, " between replicas" if compresses_shards else "")
         op = self._hook_ops[name] if op is None else op
-        self._communicator(replicas).all_reduce(gradient, op, role="gradient", name=name, kept_as=kept_as)
+        self._communicator(replicas).all_reduce(gradient, op, role="gradient", **known_as)
         if self._tensor_parallel.is_used:
             self._equalize(name, gradient)
 

@@ -106,6 +106,42 @@ def test_policies(group):
 
 @ranks(4)
 @HIERARCHIES
+@pytest.mark.parametrize("strided", [False, True])
+def test_policies_of_what_is_scattered(group, hierarchy, strided):
+    """Each rank gets its share of each parameter, with what error feedback keeps by other names."""
+    shares = [("weight", 30_000, 2), ("bias", 40, 1), ("other", 20_000, 2)]
+    parts, kept_as = (
+        [
+            ParameterSlice(f"{prefix}{name}", n, r * n, world_size * n, dimensions=dimensions)
+            for r in range(world_size)
+            for name, n, dimensions in shares
+        ]
+        for prefix in ("", "kept ")
+    )
+    policies = [{"shape": "vector", "action": "skip"}, {"name": "other", "quantizer": {"kind": "lossless"}}]
+    lengths = [n for _, n, _ in shares]
+    with Communicator(settings(hierarchy, policies=policies), group) as communicator:
+        of_ranks = [values(r, world_size * sum(lengths), seed=7) for r in range(world_size)]
+        given, share = of_ranks[rank].clone(), torch.empty(sum(lengths))
+        if strided:
+            given, share = (torch.stack([each, each], dim=1)[:, 0] for each in (given, share))
+        communicator.reduce_scatter_single(share, given, dist.ReduceOp.AVG, parts=parts, kept_as=kept_as)
+        assert torch.equal(given, of_ranks[rank])
+        wanted = (sum(each.double() for each in of_ranks) / world_size).view(world_size, -1)[rank].split(lengths)
+        weight, bias, other = share.split(lengths)
+        torch.testing.assert_close(bias.double(), wanted[1], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other.double(), wanted[2], rtol=1e-6, atol=1e-6)
+        [(name, kept)] = communicator.training.residuals.by_name.items()
+        dist.all_reduce(left := kept.double(), group=group)
+        left = left.view(world_size, -1)[rank] / world_size
+        torch.testing.assert_close(wanted[0] - weight, left, rtol=BF16_ROUNDING, atol=left.abs().max().item() * 2**-7)
+        assert name == "kept weight" and left.abs().max() > 0.1
+        total = communicator.stats.total
+        assert (total.calls, total.compressed_calls, total.bypasses) == (3, 2, {"policy": 1})
+
+
+@ranks(4)
+@HIERARCHIES
 def test_a_run_that_stops_and_goes_on_is_to_the_bit_one_that_does_not_stop(group, hierarchy):
     """Warm-up and the schedule go on where they were."""
     config = settings(

@@ -68,7 +68,7 @@ def rows(model: nn.Module, config: Config, step: int) -> list[Row]:
     policies = Policies(config)
     found = []
     for name, value in model.named_parameters():
-        treatment = _treatment(policies, config, ParameterSlice(name, value.numel()), value.dtype, step)
+        treatment = _treatment(policies, config, _whole(name, value), value.dtype, step)
         shape = tuple(value.shape)
         found.append(Row(name, shape, value.dtype, value.numel(), treatment if value.requires_grad else None))
     return _with_small_ones_plain(found, config)
@@ -76,11 +76,7 @@ def rows(model: nn.Module, config: Config, step: int) -> list[Row]:
 
 def matches(model: nn.Module, config: Config) -> list[Match]:
     """Effect of each policy on the gradients of `model`."""
-    parts = [
-        (ParameterSlice(name, value.numel()), value.dtype)
-        for name, value in model.named_parameters()
-        if value.requires_grad
-    ]
+    parts = [(_whole(name, value), value.dtype) for name, value in model.named_parameters() if value.requires_grad]
     together = Policies(config)
     first = [together.matching(part, dtype, ROLE) for part, dtype in parts]
     found = []
@@ -89,6 +85,10 @@ def matches(model: nn.Module, config: Config) -> list[Match]:
         fits = sum(alone.matching(part, dtype, ROLE) is not None for part, dtype in parts)
         found.append(Match(policy, fits, first.count(at)))
     return found
+
+
+def _whole(name: str, parameter: torch.Tensor) -> ParameterSlice:
+    return ParameterSlice(name, parameter.numel(), dimensions=parameter.dim())
 
 
 def _treatment(policies: Policies, config: Config, part: ParameterSlice, dtype: torch.dtype, step: int) -> Treatment:

@@ -288,6 +288,11 @@ class Policy(Section):
     max_elements: Annotated[StepNumber | None, Allowed("null, or an integer from 0 to 2^50")] = Field(
         default=None, description="The parameter has at most this many elements."
     )
+    shape: Annotated[Literal["matrix", "vector"] | None, Allowed("null, matrix or vector")] = Field(
+        default=None,
+        description="matrix: the parameter has two dimensions or more; vector: one or none. Also where a framework "
+        "flattens parameters.",
+    )
     dtype: Annotated[Dtype | None, Allowed(f"null, or one of {', '.join(get_args(Dtype))}")] = Field(
         default=None, description="Dtype of the reduced or gathered tensor."
     )

@@ -33,6 +33,7 @@ class ParameterSlice(NamedTuple):
             treated like the slice before it. NO_SIZE: no policy that asks for a size matches.
         feeds_back: whether error feedback adds and renews the residual. False for a gradient that an earlier step
             computed, because its result may be dropped. Ranks may differ.
+        dimensions: number of dimensions of the whole parameter. None: unknown; no policy that asks for a shape matches.
     """
 
     name: str | None
@@ -40,6 +41,7 @@ class ParameterSlice(NamedTuple):
     start: int = 0
     numel: int | None = None
     feeds_back: bool = True
+    dimensions: int | None = None
 
     @property
     def of(self) -> int:
@@ -100,7 +102,7 @@ class Policies:
         """Index of the first policy that matches, or None."""
         if not self._config.policies:
             return None
-        key = (part.name, part.of, dtype, role)
+        key = (part.name, part.of, part.dimensions, dtype, role)
         found = self._matching.get(key, _UNKNOWN)
         if found == _UNKNOWN:
             if len(self._matching) >= _MAX_CACHED_PARTS:
@@ -137,7 +139,9 @@ def _with_quantizer(config: Config, quantizer: QuantizerConfig) -> Config:
     return config if config.quantizer == quantizer else config.model_copy(update={"quantizer": quantizer})
 
 
-def _matches(policy: Policy, name: str | None, numel: int, dtype: torch.dtype, role: str | None) -> bool:
+def _matches(
+    policy: Policy, name: str | None, numel: int, dimensions: int | None, dtype: torch.dtype, role: str | None
+) -> bool:
     if policy.name is not None:
         patterns = (policy.name,) if isinstance(policy.name, str) else policy.name
         if name is None or not any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -147,6 +151,8 @@ def _matches(policy: Policy, name: str | None, numel: int, dtype: torch.dtype, r
     if policy.min_elements is not None and numel < policy.min_elements:
         return False
     if policy.max_elements is not None and numel > policy.max_elements:
+        return False
+    if policy.shape is not None and (dimensions is None or (policy.shape == "matrix") != (dimensions >= 2)):
         return False
     if policy.dtype is not None and dtype != getattr(torch, policy.dtype):
         return False

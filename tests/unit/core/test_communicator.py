@@ -27,6 +27,7 @@ def zeros(count: int = 4) -> torch.Tensor:
         (lambda c: c.all_reduce(zeros(), parts=LONG), "parts must have the 4 elements of the tensor, got 5"),
         (lambda c: c.all_reduce(zeros(), name="a", parts=FOUR), "name or parts, not both, got name='a'"),
         (lambda c: c.all_reduce(zeros(), kept_as=FOUR), "kept_as needs a name"),
+        (lambda c: c.all_reduce(zeros(), parts=FOUR, kept_as=FOUR[::-1]), r"lengths of parts, \[1, 3\], got \[3, 1\]"),
         (lambda c: c.all_reduce(zeros(), name="a", kept_as=SHORT), "kept_as must have the 4 elements .* got 3"),
         (lambda c: c.all_reduce(zeros(), name="a", kept_as=LONG), "kept_as must have the 4 elements .* got 5"),
         (

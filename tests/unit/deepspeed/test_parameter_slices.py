@@ -19,10 +19,11 @@ def buckets(draw):
     # In a flat buffer gradients are neighbours; between buffers lies memory that belongs to none of them.
     buffer = torch.zeros(sum(numels), dtype=dtype)
     apart = [torch.zeros(numel, dtype=dtype) for numel in numels]
-    gradients = list(apart if draw(st.booleans()) else buffer.split(numels))
+    flat = apart if draw(st.booleans()) else buffer.split(numels)
+    gradients = [each.view(*[1] * draw(st.integers(0, 3)), -1) for each in flat]
     pieces = []
     for at in range(len(numels)):
-        left = gradients[at]
+        left = flat[at]
         while left.numel():
             size = draw(st.integers(1, left.numel()))
             piece, left = left[:size], left[size:]
@@ -40,7 +41,7 @@ def expected(gradients, pieces) -> tuple[list[ParameterSlice], int]:
         if name == PADDING:
             found.append(ParameterSlice(None, piece.numel(), numel=0))
         else:
-            found.append(ParameterSlice(name, piece.numel(), start, gradient.numel()))
+            found.append(ParameterSlice(name, piece.numel(), start, gradient.numel(), dimensions=gradient.dim()))
             unknown += piece.numel() if name is None else 0
     return found, unknown
 
@@ -78,7 +79,8 @@ def test_memory_of_no_gradient_is_unknown():
     before, past = ([ParameterSlice(None, 2)], 2), ([ParameterSlice(None, 5)], 5)
     assert parts_of([buffer[5:]], gradients) == past
     assert parts_of([buffer[:2]], gradients) == before
-    assert parts_of([buffer[3:7]], gradients) == ([ParameterSlice("a", 2, 1, 3), ParameterSlice(None, 2)], 2)
+    known = ParameterSlice("a", 2, 1, 3, dimensions=1)
+    assert parts_of([buffer[3:7]], gradients) == ([known, ParameterSlice(None, 2)], 2)
     assert parts_of([buffer[:0]], gradients) == ([], 0)
     assert parts_of([buffer[:2]], []) == before
 

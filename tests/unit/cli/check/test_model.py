@@ -325,7 +325,7 @@ def blocks(kind):
 def test_the_examples_in_the_documentation_are_valid():
     loaded = [Config.load(yaml.safe_load(text)) for text in blocks("yaml")]
     assert loaded[0] == Config.load(ROOT / "configs" / "ncclz_policies.yaml")
-    assert len(loaded) == 2 and len(loaded[1].policies) == 3
+    assert len(loaded) == 2 and len(loaded[1].policies) == 4
 
 
 def test_the_table_in_the_documentation_is_real(capsys, monkeypatch):

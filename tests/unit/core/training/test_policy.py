@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ncz_plugins.core.arguments import parts_of
 from ncz_plugins.core.bypass import Bypass
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError
@@ -113,6 +114,37 @@ def test_the_size_is_that_of_the_whole_parameter():
     slice_of_many = ParameterSlice(None, length=50, start=200, numel=5000)
     found = Policies(CONFIG).treatment(slice_of_many, torch.bfloat16, "gradient", step=10)
     assert found.because == "default"
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "because"),
+    [
+        (0, "policies[1]"),
+        (1, "policies[1]"),
+        (2, "policies[0]"),
+        (4, "policies[0]"),  # the kernels of a convolution
+        (None, "default"),  # unknown
+    ],
+)
+def test_a_policy_for_shapes_asks_for_the_dimensions_of_the_whole_parameter(dimensions, because):
+    config = Config(policies=[{"shape": "matrix", "quantizer": {"value": 0.1}}, {"shape": "vector", "action": "skip"}])
+    shard = ParameterSlice("weight", 50, 200, 5000, dimensions=dimensions)
+    assert Policies(config).treatment(shard, torch.float32, "gradient", step=0).because == because
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "dimensions"),
+    [
+        ("weight", torch.zeros(2, 3), 2),
+        ("bias", torch.zeros(3), 1),
+        ("scale", torch.zeros(()), 0),
+        (None, torch.zeros(2, 3), 2),
+        (None, torch.zeros(6), None),  # maybe a bucket of matrices
+    ],
+)
+def test_a_tensor_of_its_own_has_its_own_shape(name, tensor, dimensions):
+    [part] = parts_of("all_reduce", tensor, name, None)
+    assert part.dimensions == dimensions
 
 
 @pytest.mark.parametrize(
