@@ -66,10 +66,12 @@ def test_a_single_step_has_one_tick():
 
 def test_a_plan_says_sizes_in_units_and_marks_its_ranks(tmp_path, capsys):
     file = tmp_path / "plan.svg"
-    where = ["--parameters", "250M", "--compute-seconds", "1", "--link-gbps", "1", "--nodes", "6"]
-    assert main(["plan", *where, "--strategy", "zero-2", "--plot", str(file)]) == 0
+    # Large nodes make few machines to simulate of the 1,024 ranks that are drawn.
+    where = ["--link-gbps", "100", "--nodes", "6", "--ranks-per-node", "128"]
+    options = ["--parameters", "250M", "--compute-seconds", "1", *where]
+    assert main(["plan", *options, "--strategy", "zero-2", "--plot", str(file)]) == 0
     texts = written(file)
-    assert "planned: 6 ranks" in texts and any(text.endswith("of 1 GB") for text in texts), texts
+    assert "planned: 768 ranks" in texts and any(text.endswith("of 1 GB") for text in texts), texts
     assert not any("e+" in text or "times" in text for text in texts), texts
 
 
