@@ -119,10 +119,11 @@ SHORT = (
 )
 # At a high rate a millionth decides where that training ends: this shows how far chance goes.
 CHAOS = (PLAIN, NUDGED, DEFAULT, COARSE)
-# What Muon trains with feedback and finely, or in the basis of its momentum; the rest nearly by the default.
-FED = Candidate("nearest", "block", 0.05, 128, feedback=1, apart="rest", apart_step=0.2)
-TURNED = FED._replace(rotated=20, tilt=0.5)
-MUON = (PLAIN, DEFAULT, FED, FED._replace(step=0.1), TURNED, TURNED._replace(sides=2))
+# All with feedback and finely; and what Muon trains in the basis of its momentum, the rest nearly by the default.
+FED = Candidate("nearest", "block", 0.05, 128, feedback=1)
+TURNED = FED._replace(apart="rest", apart_step=0.2, rotated=20, tilt=0.5)
+FED_APART = FED._replace(apart="rest", apart_step=0.2)
+MUON = (PLAIN, DEFAULT, FED, FED_APART, FED_APART._replace(step=0.1), TURNED, TURNED._replace(sides=2))
 PRESETS = (PLAIN, *(Candidate("strata", "block", step, 128) for step in (0.25, 0.375, 0.85)))
 PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "screen": ("GPT", "AdamW", SCREEN, 300, 2),
