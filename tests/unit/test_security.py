@@ -42,6 +42,7 @@ OF_OBJECTS = {
     "scatter_object_list",
     "send_object_list",
 }
+SAID = {"weights_only", "allow_pickle", "Loader", "shell"}
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader", "_YamlLoader"}  # the last is ours: see the test below
 
 
@@ -60,7 +61,7 @@ def offences(source: str) -> Iterator[str]:
 
 def _offences_of_call(node: ast.Call) -> Iterator[str]:
     name = ast.unparse(node.func)
-    said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg in SAID}
     if name in ("eval", "exec", "compile", "os.system", "os.popen"):
         yield name
     if name == "torch.load" and said.get("weights_only") != "True":
@@ -75,9 +76,9 @@ def _offences_of_call(node: ast.Call) -> Iterator[str]:
         yield "a shell"
 
 
-@pytest.mark.parametrize("file", OURS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_nothing_foreign_is_run(file):
-    assert not list(offences(file.read_text()))
+def test_nothing_foreign_is_run():
+    found = {str(file.relative_to(ROOT)): list(offences(file.read_text())) for file in OURS}
+    assert not {file: each for file, each in found.items() if each}
 
 
 @pytest.mark.parametrize(
