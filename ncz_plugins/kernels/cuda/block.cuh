@@ -70,20 +70,6 @@ NCZ_DEVICE T block_sum(T value, T* scratch) {
     return total;
 }
 
-template <class T>
-NCZ_DEVICE T block_max(T value, T* scratch) {
-    for (int distance = WARP / 2; distance; distance /= 2) {
-        T other = __shfl_xor_sync(ALL_LANES, value, distance);
-        value = other > value ? other : value;
-    }
-    if (lane() == 0) scratch[warp()] = value;
-    __syncthreads();
-    T largest = scratch[0];
-    for (int w = 1; w < WARPS; ++w) largest = scratch[w] > largest ? scratch[w] : largest;
-    __syncthreads();
-    return largest;
-}
-
 // ------------------------------------------------------------------ between blocks
 
 // The emulator has its own of these. It must let other threads run between two looks.

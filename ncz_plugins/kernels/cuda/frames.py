@@ -39,9 +39,10 @@ from .arguments import (
 )
 from .recorded import Recorder
 
-THREADS = 256  # of a thread block, except for the one below; as in types.cuh
+THREADS = 256  # of a thread block, except for those below; as in types.cuh
 _MOST_OPENING_BLOCKS = 384  # three for each multiprocessor of a large GPU; more could not run at once
 _ELEMENTS_TO_OPEN = 4 * CHUNK  # of a frame, that pay a block which adds up checksums and tables
+_SELECT_THREADS = 2 * THREADS  # a half for each predictor
 CHUNK_THREADS = 128  # of a thread block for a chunk, or for four pages of HUFFMAN32
 _FOUR_PAGES_A_BLOCK = {"elements": 4 * HUFFMAN32_PAGE}
 
@@ -373,7 +374,7 @@ class _Writer(_Batch):
             self._launcher.launch("ncz_sample", dtype or OF_CODES, n * sampled // THREADS, THREADS, *arguments)
         # Without a sample nothing is left to choose: no coder, no code of HUFFMAN32.
         arguments = pieces, samples, coding_argument(coding), written, self._huffman
-        self._launcher.launch("ncz_select", OF_CODES, n, THREADS, *arguments)
+        self._launcher.launch("ncz_select", OF_CODES, n, _SELECT_THREADS, *arguments)
 
 
 def is_one_pass(coding: Coding) -> bool:

@@ -12,18 +12,23 @@
 
 // ------------------------------------------------------------------ the code
 
-// Huffman's algorithm, in shared memory. Leaves are the letters that occur, in rising order of (count, letter); behind
-// them are the nodes above them, in the order in which they come to be. The last is the root.
+// Huffman's algorithm, in shared memory. Leaves are the letters that occur, in rising order of (count, letter). The nodes above
+// them stand in the order in which they come to be. The last is the root.
 struct HuffmanTree {
     uint32_t counts[LETTERS];  // given, by letter
-    uint32_t weights[2 * LETTERS];
-    uint16_t parents[2 * LETTERS];
+    uint32_t leaf_weights[LETTERS + 2], node_weights[LETTERS + 1];  // NO_WEIGHT behind the last
+    uint16_t parents[2 * LETTERS];  // of leaves, and from LETTERS on of nodes
     uint8_t letters[LETTERS];  // of leaves
     uint8_t lengths[LETTERS];  // what comes out, by letter: bits of its code, 0 for one that has none
     int leaves;
     int stored;      // letters that have a length in the table of a frame: up to the last one that has a code
     uint32_t kraft;  // sum
 };
+constexpr uint32_t NO_WEIGHT = 0xffffffffu;
+
+// Where a letter stands among others: by what is counted, then by itself.
+NCZ_DEVICE unsigned order_of(unsigned counted, unsigned letter) { return (counted << 8) + letter; }
+static_assert(LETTERS <= 1 << 8, "letters have eight bits");
 
 // Looks at the letters that may have a code: the first `stored` tokens, and ESCAPE. Few of all tokens occur.
 template <class Look>
@@ -33,100 +38,126 @@ NCZ_DEVICE void look_at_letters(int stored, Look look) {
     look(ESCAPE);
 }
 
-// By a block of at least LETTERS threads, as are those below without another word.
-NCZ_DEVICE void sort_leaves(HuffmanTree& tree, int* scratch) {
-    unsigned letter = threadIdx.x;
-    uint32_t count = letter < LETTERS ? tree.counts[letter] : 0;
-    int stored = block_max(letter < TOKENS && count ? int(letter) + 1 : 0, scratch), leaves = 0, place = 0;
-    look_at_letters(stored, [&](unsigned other) {
-        uint32_t theirs = tree.counts[other];
-        leaves += theirs > 0;
-        place += theirs > 0 && (theirs < count || (theirs == count && other < letter));
-    });
-    if (count) {
-        tree.weights[place] = count;
-        tree.letters[place] = uint8_t(letter);
-    }
+// Prepares a tree for its counts, of which ESCAPE has one. By THREADS threads, a `letter` for each, as are those below without
+// another word.
+NCZ_DEVICE void clear_tree(HuffmanTree& tree, unsigned letter) {
+    if (letter < LETTERS + 2) tree.leaf_weights[letter] = NO_WEIGHT;
+    if (letter < LETTERS + 1) tree.node_weights[letter] = NO_WEIGHT;
+    if (letter < LETTERS) tree.counts[letter] = letter == ESCAPE;
     if (letter < LETTERS) tree.lengths[letter] = 0;
     if (letter == 0) {
-        tree.leaves = leaves;
-        tree.stored = stored ? stored : 1;  // where nothing but ESCAPE occurs, token 0 has the other code
+        tree.leaves = 0;
+        tree.stored = 1;  // where nothing but ESCAPE occurs, token 0 has the other code
         tree.kraft = 0;
     }
 }
 
-// With two queues (van Leeuwen 1976). By one thread. Without branches: with them, NVRTC 13.0 took the weight behind the next.
+NCZ_DEVICE void count_leaves(HuffmanTree& tree, unsigned letter) {
+    bool occurs = letter < LETTERS && tree.counts[letter];
+    unsigned leaves = __ballot_sync(ALL_LANES, occurs), tokens = __ballot_sync(ALL_LANES, occurs && letter < TOKENS);
+    if (lane()) return;
+    atomicAdd(&tree.leaves, __popc(leaves));
+    if (tokens) atomicMax(&tree.stored, int(letter + bit_length(tokens)));
+}
+
+NCZ_DEVICE void sort_leaves(HuffmanTree& tree, unsigned letter) {
+    uint32_t count = letter < LETTERS ? tree.counts[letter] : 0;
+    if (!count) return;
+    unsigned own = order_of(count, letter), lower = 0;
+    look_at_letters(tree.stored, [&](unsigned other) { lower += order_of(tree.counts[other], other) < own; });
+    int place = int(lower) - (tree.stored + 1 - tree.leaves);  // letters that don't occur are lower than all others
+    tree.leaf_weights[place] = count;
+    tree.letters[place] = uint8_t(letter);
+}
+
+// With two queues (van Leeuwen 1976). By one thread. The first two of each queue are loaded at once, and chosen from without
+// branches.
 NCZ_DEVICE void join_nodes(HuffmanTree& tree) {
-    constexpr uint32_t NONE_LEFT = 0xffffffffu;  // no weight but the root's is as large
-    int n = tree.leaves, leaf = 0, node = n;
+    int leaf = 0, node = 0;
 #pragma unroll 1
-    for (int parent = n; parent < 2 * n - 1; ++parent) {
-        uint32_t weight = 0;
-#pragma unroll
-        for (int child = 0; child < 2; ++child) {
-            uint32_t leaf_weight = leaf < n ? tree.weights[leaf] : NONE_LEFT;
-            uint32_t node_weight = node < parent ? tree.weights[node] : NONE_LEFT;
-            bool is_leaf = leaf_weight <= node_weight;
-            weight += is_leaf ? leaf_weight : node_weight;
-            tree.parents[is_leaf ? leaf : node] = uint16_t(parent);
-            leaf += is_leaf;
-            node += !is_leaf;
-        }
-        tree.weights[parent] = weight;
+    for (int parent = 0; parent < tree.leaves - 1; ++parent) {
+        uint32_t leaf_weight = tree.leaf_weights[leaf], next_leaf = tree.leaf_weights[leaf + 1];
+        uint32_t node_weight = tree.node_weights[node], next_node = tree.node_weights[node + 1];
+        bool is_leaf = leaf_weight <= node_weight;
+        uint32_t weight = is_leaf ? leaf_weight : node_weight;
+        tree.parents[is_leaf ? leaf : int(LETTERS) + node] = uint16_t(parent);
+        leaf_weight = is_leaf ? next_leaf : leaf_weight;
+        node_weight = is_leaf ? node_weight : next_node;
+        leaf += is_leaf;
+        node += !is_leaf;
+        is_leaf = leaf_weight <= node_weight;
+        tree.node_weights[parent] = weight + (is_leaf ? leaf_weight : node_weight);
+        tree.parents[is_leaf ? leaf : int(LETTERS) + node] = uint16_t(parent);
+        leaf += is_leaf;
+        node += !is_leaf;
     }
 }
 
 // How deep the leaves are, cut off at the longest length allowed.
-NCZ_DEVICE void read_lengths(HuffmanTree& tree) {
-    int n = tree.leaves, leaf = int(threadIdx.x);
+NCZ_DEVICE void read_lengths(HuffmanTree& tree, int leaf) {
+    int n = tree.leaves, root = n - 2;
     if (leaf >= n) return;
-    unsigned depth = 0;
-    for (int at = leaf; at != 2 * n - 2 && depth < HUFFMAN_MAX_LENGTH; at = tree.parents[at]) ++depth;
-    if (n == 1) tree.lengths[tree.letters[0] == 0] = uint8_t(depth = 1);
+    unsigned depth = 1;
+    if (n > 1)
+        for (int at = tree.parents[leaf]; at != root && depth < HUFFMAN_MAX_LENGTH; at = tree.parents[LETTERS + at]) ++depth;
+    if (n == 1) tree.lengths[tree.letters[0] == 0] = uint8_t(depth);
     tree.lengths[tree.letters[leaf]] = uint8_t(depth);
     atomicAdd(&tree.kraft, (n == 1 ? 2 : 1) * (HUFFMAN_WHOLE >> depth));
 }
 
-// From lengths that were cut off to those of a complete code. By one thread.
+// From lengths that were cut off to those of a complete code: leaf after leaf one bit more, until the sum is not too large, and
+// then as many less as there is room for, from the last leaf on. By a warp, WARP leaves at a time.
 NCZ_DEVICE void limit_lengths(HuffmanTree& tree) {
     uint32_t sum = tree.kraft;
+    int n = tree.leaves;
     while (sum > HUFFMAN_WHOLE)
-        for (int leaf = 0; leaf < tree.leaves && sum > HUFFMAN_WHOLE; ++leaf) {
-            uint8_t& length = tree.lengths[tree.letters[leaf]];
-            if (length < HUFFMAN_MAX_LENGTH) sum -= HUFFMAN_WHOLE >> ++length;
+        for (int first = 0; first < n; first += WARP) {
+            unsigned letter = first + lane() < n ? tree.letters[first + lane()] : 0, length = tree.lengths[letter];
+            bool may_grow = first + lane() < n && length < HUFFMAN_MAX_LENGTH;
+            uint32_t less = may_grow ? HUFFMAN_WHOLE >> (length + 1) : 0, before = warp_inclusive_sum(less) - less;
+            bool grows = may_grow && sum > HUFFMAN_WHOLE + before;
+            if (grows) tree.lengths[letter] = uint8_t(length + 1);
+            sum -= warp_sum(grows ? less : 0);
         }
     while (sum < HUFFMAN_WHOLE)
-        for (int leaf = tree.leaves - 1; leaf >= 0; --leaf) {
-            uint8_t& length = tree.lengths[tree.letters[leaf]];
-            for (; sum + (HUFFMAN_WHOLE >> length) <= HUFFMAN_WHOLE; --length) sum += HUFFMAN_WHOLE >> length;
+        for (int first = (n - 1) / WARP * WARP; first >= 0; first -= WARP) {
+            bool is_leaf = first + lane() < n;
+            unsigned letter = is_leaf ? tree.letters[first + lane()] : 0, length = tree.lengths[letter];
+            uint32_t share = HUFFMAN_WHOLE >> length;
+            while (unsigned fitting = __ballot_sync(ALL_LANES, is_leaf && sum + share <= HUFFMAN_WHOLE)) {
+                int last = int(bit_length(fitting)) - 1;
+                sum += __shfl_sync(ALL_LANES, share, last);
+                if (lane() == last) {
+                    tree.lengths[letter] = uint8_t(--length);
+                    share *= 2;
+                }
+            }
         }
 }
 
-// The lengths of the codes of those of `n` trees that are wanted, from their counts, which a barrier must have made known. Ends
-// with a barrier.
-template <class IsWanted>
-NCZ_DEVICE void make_lengths(HuffmanTree* trees, int n, IsWanted is_wanted, int* scratch) {
-    for (int i = 0; i < n; ++i)
-        if (is_wanted(i)) sort_leaves(trees[i], scratch);
+// The lengths of the codes of a tree, from its counts, which a barrier must have made known. By THREADS threads for each tree of a
+// block, at the same time. Ends with a barrier.
+NCZ_DEVICE void make_lengths(HuffmanTree& tree, unsigned letter, bool is_wanted) {
+    if (is_wanted) count_leaves(tree, letter);
     __syncthreads();
-    bool has_tree = lane() == 0 && warp() < n && is_wanted(warp());  // a thread for each
-    if (has_tree) join_nodes(trees[warp()]);
+    if (is_wanted) sort_leaves(tree, letter);
     __syncthreads();
-    for (int i = 0; i < n; ++i)
-        if (is_wanted(i)) read_lengths(trees[i]);
+    if (is_wanted && letter == 0) join_nodes(tree);
     __syncthreads();
-    if (has_tree) limit_lengths(trees[warp()]);
+    if (is_wanted) read_lengths(tree, int(letter));
+    __syncthreads();
+    if (is_wanted && letter < WARP) limit_lengths(tree);
     __syncthreads();
 }
 
 // Where a letter's codes begin among the numbers of HUFFMAN_MAX_LENGTH bits: codes are counted up in order of (length,
 // letter), so all before it take their share of these. `place` becomes the number of codes before it.
 NCZ_DEVICE unsigned first_code(const uint8_t* lengths, int stored, unsigned letter, int& place) {
-    unsigned length = lengths[letter], first = 0;
+    unsigned own = order_of(lengths[letter] - 1u, letter), first = 0;
     place = 0;
     look_at_letters(stored, [&](unsigned other) {
         unsigned theirs = lengths[other];
-        bool is_before = theirs && (theirs < length || (theirs == length && other < letter));
+        bool is_before = order_of(theirs - 1, other) < own;  // letters that have no code are the last
         first += is_before ? HUFFMAN_WHOLE >> theirs : 0;
         place += is_before;
     });
@@ -139,8 +170,8 @@ NCZ_DEVICE unsigned reversed(unsigned code) { return __brev(code) >> (32 - HUFFM
 // ------------------------------------------------------------------ encoding
 
 // Tells the kernels that encode of a tree's code, and whether its letters are those of gaps.
-NCZ_DEVICE void pass_code(const HuffmanTree& tree, bool is_gapped, HuffmanEncoding& encoding) {
-    unsigned letter = threadIdx.x, length = letter < LETTERS ? tree.lengths[letter] : 0;
+NCZ_DEVICE void pass_code(const HuffmanTree& tree, unsigned letter, bool is_gapped, HuffmanEncoding& encoding) {
+    unsigned length = letter < LETTERS ? tree.lengths[letter] : 0;
     int place;
     if (letter < LETTERS)
         encoding.codes[letter] = length ? reversed(first_code(tree.lengths, tree.stored, letter, place)) | length << 16 : 0;

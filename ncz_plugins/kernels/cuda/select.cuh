@@ -16,56 +16,89 @@ struct SampleSums {
 
 // Symbols of a lane's codes in a tile, of which it has `n`, GAP_BITS for each: those of WriteGaps.
 struct PackedTile {
-    static constexpr int IN_WORD = 32 / GAP_BITS;
-    uint32_t words[TILE_CODES / IN_WORD];
+    static constexpr int IN_WORD = 32 / GAP_BITS, WORDS = TILE_CODES / IN_WORD;
+    uint32_t words[WORDS];
 };
+
+// The same as planes: bit i of each belongs to the same symbol.
+struct PackedPlanes {
+    uint32_t planes[GAP_BITS];
+
+    NCZ_DEVICE explicit PackedPlanes(const PackedTile& packed) : planes() {
+#pragma unroll
+        for (int p = 0; p < GAP_BITS; ++p)
+#pragma unroll
+            for (int w = 0; w < PackedTile::WORDS; ++w) planes[p] |= (packed.words[w] >> p & 0x11111111u) << w;
+    }
+    NCZ_DEVICE static int place_of(int bit) { return bit % PackedTile::WORDS * PackedTile::IN_WORD + bit / GAP_BITS; }
+    NCZ_DEVICE uint32_t where(unsigned symbol) const {
+        uint32_t bits = 0xffffffffu;
+#pragma unroll
+        for (int p = 0; p < GAP_BITS; ++p) bits &= symbol >> p & 1 ? planes[p] : ~planes[p];
+        return bits;
+    }
+};
+static_assert(PackedTile::WORDS == GAP_BITS && TILE_CODES == 32, "a plane is a word, with a bit of each word in turn");
 
 // What the warps know of the parts of each lane that they count: how many zeros it ends with, and whether there is anything else.
 struct GapParts {
     uint8_t zeros[WARPS][WARP], has_others[WARPS][WARP];
 };
 
+// A half of the block for each predictor.
+constexpr int SELECT_THREADS = PREDICTORS * THREADS;
+NCZ_DEVICE int32_t its_predictor() { return int32_t(threadIdx.x) / THREADS; }
+NCZ_DEVICE int its_tile() { return warp() % WARPS; }
+NCZ_DEVICE int length_of_sampled(int n) {  // of that tile
+    int left = n - its_tile() * TILE;
+    return left < 0 ? 0 : left < TILE ? left : TILE;
+}
+
 static_assert(WARPS * TILE == MOST_SAMPLED && MOST_SAMPLED == PAGE && PIECE == ROW,
               "the sample is a page, of which a warp has a tile, and rows are pieces");
 
-// Of a sample of `n` codes, those of this warp's tile. Rows are pieces. Behind the last code anything may stand.
-NCZ_DEVICE void load_sample(const int32_t* codes, int n, TileCodes& own) {
+// How often each token but that of zero occurs in a tile of `n` codes, how many zeros there are, and the words that PLANES would
+// take. Gives the symbols. Rows are pieces. Behind the last code anything may stand.
+NCZ_DEVICE PackedTile count_tokens(const int32_t* codes, int n, int32_t predictor, uint32_t* counts, SampleSums& sums) {
+    LaneRun<int32_t> runs[TILE_ROWS] = {};
 #pragma unroll
-    for (int r = 0; r < TILE_ROWS; ++r) {
-        int first = warp() * TILE + run_of(r);
-        LaneRun<int32_t> run = {};
-        if (first < n) run.load(codes + first);
-        run.get(own[r]);
-    }
-}
-
-// How often each token but that of zero occurs, how many zeros there are, and the words that PLANES would take. Gives the symbols.
-NCZ_DEVICE PackedTile count_tokens(const TileCodes& codes, int n, int32_t predictor, uint32_t* counts, SampleSums& sums) {
+    for (int r = 0; r < TILE_ROWS; ++r)
+        if (run_of(r) < n) runs[r].load(codes + run_of(r));
     PackedTile packed = {};
-    uint32_t all = 0, zeros = 0, large_bits = 0;
+    uint32_t all = 0;
 #pragma unroll
     for (int r = 0; r < TILE_ROWS; ++r) {
-        int first = warp() * TILE + run_of(r);
-        int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, codes[r][RUN - 1], 1);
-        int32_t before = lane() ? of_lower_lane : codes[r][0];  // in front of a piece, as if the same code stood there
+        int32_t own[RUN];
+        runs[r].get(own);
+        int32_t of_lower_lane = __shfl_up_sync(ALL_LANES, own[RUN - 1], 1);
+        int32_t before = lane() ? of_lower_lane : own[0];  // in front of a piece, as if the same code stood there
 #pragma unroll
         for (int i = 0; i < RUN; ++i) {
-            int32_t code = codes[r][i];
-            uint32_t symbol = first + i < n ? zigzag(predictor == DELTA ? difference(code, before) : code) : 0;
-            before = code;
-            zeros += first + i < n && !symbol;
+            uint32_t symbol = run_of(r) + i < n ? zigzag(difference(own[i], predictor == DELTA ? before : 0)) : 0;
+            before = own[i];
             all |= symbol;
             int at = r * RUN + i;
             packed.words[at / PackedTile::IN_WORD] |= (symbol < GAP_SYMBOLS ? symbol : GAP_SYMBOLS)
                                                       << at % PackedTile::IN_WORD * GAP_BITS;
-            if (!symbol) continue;
-            unsigned token = token_of(symbol);
-            atomicAdd(counts + token, 1u);
-            if (symbol >= GAP_SYMBOLS) large_bits += ESCAPED_BITS + extra_bits_of(token);
         }
     }
-    zeros = warp_sum(zeros);
+    // Small symbols, which nearly all are, are their own tokens.
+    PackedPlanes planes(packed);
+#pragma unroll
+    for (unsigned symbol = 1; symbol < GAP_SYMBOLS; ++symbol) {
+        uint32_t occurs = warp_sum(uint32_t(__popc(planes.where(symbol))));
+        if (lane() == 0 && occurs) atomicAdd(counts + symbol, occurs);
+    }
+    uint32_t large_bits = 0;
+    for (uint32_t large = planes.where(GAP_SYMBOLS); large; large &= large - 1) {
+        int at = PackedPlanes::place_of(__ffs(int(large)) - 1);
+        const int32_t* code = codes + run_of(at / RUN) + at % RUN;
+        unsigned token = token_of(zigzag(difference(code[0], predictor == DELTA ? code[-1] : 0)));
+        atomicAdd(counts + token, 1u);
+        large_bits += ESCAPED_BITS + extra_bits_of(token);
+    }
     large_bits = warp_sum(large_bits);
+    uint32_t zeros = warp_sum(uint32_t(length_of_lane(n) - __popc(~planes.where(0))));
     int width = int(bit_length(all)), least = warp_min(width), most = warp_max(width), words = most - least + warp_sum(width);
     if (lane()) return packed;
     atomicAdd(&sums.zeros, zeros);
@@ -77,25 +110,28 @@ NCZ_DEVICE PackedTile count_tokens(const TileCodes& codes, int n, int32_t predic
 // Whether HUFFMAN32's letters are those of gaps.
 NCZ_DEVICE bool is_gapped(const SampleSums& sums, int n) { return n && 2 * sums.zeros >= uint32_t(n); }
 
-// How often the letters of gaps occur, as in a page of these symbols. `counts` are those of no letter at first.
-NCZ_DEVICE void count_gaps(const PackedTile& packed, int n, uint32_t* counts, GapParts& parts) {
-    int start = warp() * TILE, in_tile = n - start < 0 ? 0 : n - start < TILE ? n - start : TILE;
-    int own = length_of_lane(in_tile), all = length_of_lane(n), behind = own;  // the last symbol that is not zero
+// What other warps have to know of this one's tile.
+NCZ_DEVICE void note_gaps(const PackedTile& packed, int n, GapParts& parts) {
+    int own = length_of_lane(length_of_sampled(n)), behind = own;  // the last symbol that is not zero
 #pragma unroll
-    for (int w = 0; w < int(sizeof packed / sizeof *packed.words); ++w)
+    for (int w = 0; w < PackedTile::WORDS; ++w)
         if (packed.words[w]) behind = own - (w + 1) * PackedTile::IN_WORD + __clz(int(packed.words[w])) / GAP_BITS;
-    parts.zeros[warp()][lane()] = uint8_t(behind);
-    parts.has_others[warp()][lane()] = behind < own;
-    __syncthreads();
-    bool is_last = own && all <= (warp() + 1) * TILE_CODES;
-    if (is_last && behind) atomicAdd(counts + NO_MORE, 1u);
+    parts.zeros[its_tile()][lane()] = uint8_t(behind);
+    parts.has_others[its_tile()][lane()] = behind < own;
+}
+
+// How often the letters of gaps occur, as in a page of these symbols. `counts` are those of no letter at first.
+NCZ_DEVICE void count_gaps(const PackedTile& packed, int n, uint32_t* counts, const GapParts& parts) {
+    int own = length_of_lane(length_of_sampled(n)), all = length_of_lane(n);
+    bool is_last = own && all <= (its_tile() + 1) * TILE_CODES;
+    if (is_last && parts.zeros[its_tile()][lane()]) atomicAdd(counts + NO_MORE, 1u);
     int gap = 0;  // in front of this tile's symbols from `at` on
-    for (int w = warp() - 1; w >= 0; --w) {
+    for (int w = its_tile() - 1; w >= 0; --w) {
         gap += parts.zeros[w][lane()];
         if (parts.has_others[w][lane()]) break;
     }
 #pragma unroll
-    for (int w = 0; w < int(sizeof packed / sizeof *packed.words); ++w) {
+    for (int w = 0; w < PackedTile::WORDS; ++w) {
         uint32_t left = packed.words[w];
         int at = 0;
 #pragma unroll 1
@@ -119,11 +155,11 @@ NCZ_DEVICE unsigned bits_behind(unsigned letter, bool is_gapped) {
 }
 
 // What the letters take in the code of a tree, of which 32 bits hold the number of bits. A thread for each letter.
-NCZ_DEVICE void add_up_code(const HuffmanTree& tree, bool is_gapped, SampleSums& sums) {
-    unsigned letter = threadIdx.x, count = letter < TOKENS ? tree.counts[letter] : 0;
+NCZ_DEVICE void add_up_code(const HuffmanTree& tree, unsigned letter, bool is_gapped, SampleSums& sums) {
+    unsigned count = letter < TOKENS ? tree.counts[letter] : 0;
     unsigned bits = count ? count * (tree.lengths[letter] + bits_behind(letter, is_gapped)) : 0;
     bits = warp_sum(bits);
-    if (threadIdx.x == 0 && is_gapped) bits += sums.large_bits;
+    if (letter == 0 && is_gapped) bits += sums.large_bits;
     if (lane() == 0) atomicAdd(&sums.huffman_bits, bits);
 }
 
@@ -153,19 +189,19 @@ NCZ_DEVICE int64_t cost_of(int32_t coder, int32_t predictor, const SampleSums& s
 constexpr int CODERS = 2;
 NCZ_DEVICE int32_t coder_at(int place) { return place == 0 ? PLANES : HUFFMAN32; }
 
-// Makes the choice for each piece, a block for each; none if its frame was written already.
-// `samples`: null where `coding` settles everything. The sample of a HUFFMAN32 frame makes its code.
+// Makes the choice for each piece, a block for each; none if its frame was written already. Each half of it finds out about one
+// predictor. `samples`: null where `coding` settles everything. The sample of a HUFFMAN32 frame makes its code.
 //
 // There is one block for each frame, which may have more registers than others.
-NCZ_KERNEL_OF(THREADS, 2, ncz_select)
+NCZ_KERNEL_OF(SELECT_THREADS, 1, ncz_select)
 (const __grid_constant__ Pieces pieces, const int32_t* samples, Coding coding, Written* written,
  HuffmanEncoding* encodings) {
     NCZ_SHARED(HuffmanTree, trees, PREDICTORS);
-    NCZ_SHARED(SampleSums, sums, PREDICTORS);
-    NCZ_SHARED(GapParts, parts, PREDICTORS);
-    NCZ_SHARED(int, scratch, WARPS);
+    NCZ_SHARED(SampleSums, all_sums, PREDICTORS);
+    NCZ_SHARED(GapParts, all_parts, PREDICTORS);
     NCZ_SHARED(int64_t, costs, CODERS * PREDICTORS);
-    int f = int(blockIdx.x), sampled = samples ? sampled_of(pieces.of[f].count) : 0;
+    int f = int(blockIdx.x), sampled = samples ? sampled_of(pieces.of[f].count) : 0, half = its_predictor();
+    unsigned letter = threadIdx.x % THREADS;
     int64_t count = pieces.of[f].count;
     Choice& choice = written[f].choice;
     if (choice.coder == NO_CODER) return;
@@ -175,39 +211,31 @@ NCZ_KERNEL_OF(THREADS, 2, ncz_select)
         return coding.predictor == AUTO_PREDICTOR || coding.predictor == predictor;
     };
     auto may_be = [&](int32_t coder) { return coding.coder == AUTO_CODER || coding.coder == coder; };
-    auto is_wanted = [&](int32_t predictor) { return is_allowed(predictor) && may_be(HUFFMAN32); };
-    for (int p = 0; p < PREDICTORS; ++p) {
-        if (threadIdx.x < LETTERS) trees[p].counts[threadIdx.x] = threadIdx.x == ESCAPE;
-        if (threadIdx.x == 0) sums[p] = SampleSums();
-    }
+    bool is_wanted = is_allowed(half) && may_be(HUFFMAN32);
+    HuffmanTree& tree = trees[half];
+    SampleSums& sums = all_sums[half];
+    clear_tree(tree, letter);
+    if (letter == 0) sums = SampleSums();
     __syncthreads();
-    TileCodes codes;
-    load_sample(samples + f * MOST_SAMPLED, sampled, codes);
-    PackedTile packed[PREDICTORS];
-#pragma unroll
-    for (int p = 0; p < PREDICTORS; ++p)
-        if (is_allowed(p)) packed[p] = count_tokens(codes, sampled, p, trees[p].counts, sums[p]);
+    PackedTile packed;
+    const int32_t* codes = samples + f * MOST_SAMPLED + its_tile() * TILE;
+    if (is_allowed(half)) packed = count_tokens(codes, length_of_sampled(sampled), half, tree.counts, sums);
+    if (is_wanted) note_gaps(packed, sampled, all_parts[half]);
     __syncthreads();
     // Where most symbols are zero, letters are those of gaps.
-    for (int p = 0; p < PREDICTORS; ++p) {
-        unsigned letter = threadIdx.x;
-        bool has_gaps = is_gapped(sums[p], sampled);
-        if (letter == 0) trees[p].counts[letter] = has_gaps ? 0 : sums[p].zeros;
-        if (letter && letter < ESCAPE && has_gaps) trees[p].counts[letter] = 0;
-    }
+    bool has_gaps = is_gapped(sums, sampled);
+    if (has_gaps && letter < TOKENS) tree.counts[letter] = 0;
+    if (letter == 0 && !has_gaps) tree.counts[0] = sums.zeros;
     __syncthreads();
-#pragma unroll
-    for (int p = 0; p < PREDICTORS; ++p)
-        if (is_wanted(p) && is_gapped(sums[p], sampled)) count_gaps(packed[p], sampled, trees[p].counts, parts[p]);
+    if (is_wanted && has_gaps) count_gaps(packed, sampled, tree.counts, all_parts[half]);
     __syncthreads();
-    make_lengths(trees, PREDICTORS, is_wanted, scratch);
-    for (int p = 0; p < PREDICTORS; ++p)
-        if (!is_settled && is_wanted(p)) add_up_code(trees[p], is_gapped(sums[p], sampled), sums[p]);
+    make_lengths(tree, letter, is_wanted);
+    if (!is_settled && is_wanted) add_up_code(tree, letter, has_gaps, sums);
     __syncthreads();
-    int place = int(threadIdx.x), its_coder = coder_at(place / PREDICTORS), its_predictor = place % PREDICTORS;
-    if (!is_settled && place < CODERS * PREDICTORS && is_allowed(its_predictor) && may_be(its_coder))
-        costs[place] = cost_of(its_coder, its_predictor, sums[its_predictor], sampled,
-                               huffman_code_bytes(trees[its_predictor].stored), count, coding);
+    int place = int(threadIdx.x), coder_here = coder_at(place / PREDICTORS), predictor_here = place % PREDICTORS;
+    if (!is_settled && place < CODERS * PREDICTORS && is_allowed(predictor_here) && may_be(coder_here))
+        costs[place] = cost_of(coder_here, predictor_here, all_sums[predictor_here], sampled,
+                               huffman_code_bytes(trees[predictor_here].stored), count, coding);
     __syncthreads();
     int best = -1;
     for (int i = 0; i < CODERS * PREDICTORS; ++i) {
@@ -216,7 +244,7 @@ NCZ_KERNEL_OF(THREADS, 2, ncz_select)
     }
     int32_t coder = coder_at(best / PREDICTORS), predictor = best % PREDICTORS;
     if (!count) coder = PLANES;
-    if (coder == HUFFMAN32) pass_code(trees[predictor], is_gapped(sums[predictor], sampled), encodings[f]);
+    if (coder == HUFFMAN32 && predictor == half) pass_code(tree, letter, has_gaps, encodings[f]);
     if (threadIdx.x) return;
     choice.coder = coder;
     choice.predictor = predictor;
