@@ -346,13 +346,14 @@ def draw(found: list[Outcome]) -> None:
         axes.remove()
     colors = {"nearest": "#d1495b", "random": "#edae49", "strata": "#66a182"}
     colors |= {"near zero": "#2e86ab", "strata near zero": "#2e86ab"}
-    markers = {"block": "o", "row": "s", "rows and columns": "D", "history": "^"}
+    markers = {"block": "o", "row": "s", "rows and columns": "D", "history": "^", "rotated": "*"}
     for group, axes in zip(groups, plots.flat):
         for number, each in numbered(found, group):
             if not each.candidate.scale:
                 continue
             x, y = each.bits, 100 * fmean(each.added)
-            axes.plot(x, y, markers[each.candidate.scale], color=colors[each.candidate.rounding])
+            kind = "rotated" if each.candidate.rotated else each.candidate.scale
+            axes.plot(x, y, markers[kind], color=colors[each.candidate.rounding])
             axes.annotate(f"{number}", (x, y), (5, 4), textcoords="offset points", size=8)
         for each in fixed_rates:
             if each.group == group and each.setting.bound <= MOST_DRAWN_BITS:
@@ -393,7 +394,7 @@ def publish(done: dict[Job, dict[str, Any]]) -> None:
     """Write all runs into the repository, and their table into the notebook."""
     whole = {
         "command": "make convergence",
-        "versions": {"ncz_plugins": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"ncz_plugins": __version__, "python": platform.python_version()},
         "cpu": machine.cpu(),
         "hours": round(sum(record["seconds"] for record in done.values()) / 3600, 2),  # of one core
         "runs": [written(job, record) for job, record in done.items()],
