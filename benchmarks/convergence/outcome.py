@@ -161,8 +161,10 @@ def presets(found: list[Outcome]) -> str:
     rows += [("`mode: bits`, `kind: stochastic`", setting) for setting in plan.RATES_AT_RANDOM.values()]
     for name, setting in rows:
         of = {each.group[1]: each for each in groups if each.setting == setting}
+        if not of:  # not tried yet
+            continue
         added = (f"{fmean(each.added):+.2%} ± {each.interval:.2%}" if each else "" for each in map(of.get, optimizers))
-        ratio = of["AdamW"].mean("ratio") if "AdamW" in of else math.nan
+        ratio = of.get("AdamW", next(iter(of.values()))).mean("ratio")
         cells = name, f"{setting.bound:g}", f"{ratio:.1f}", f"{ratio / 2:.1f}", *added
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -133,7 +133,8 @@ def describe(quantizer: QuantizerConfig) -> str:
     words = []
     for each in found:
         added = f"{each.added:+.2%}" if each.added > 0 else "none"
-        words.append(f"{each.optimizer}: {each.loss_class}, {added} at {each.mode}:{each.value:g}")
+        remedy = " (take ncclz:muon)" if each.optimizer == "Muon" and each.loss_class != "harmless" else ""
+        words.append(f"{each.optimizer}: {each.loss_class}, {added} at {each.mode}:{each.value:g}{remedy}")
     return f"{'; '.join(words)} ({LIMITS})"
 
 

@@ -16,9 +16,10 @@ from deepspeed.comm.torch import TorchBackend
 from ..core.config import DEEPSPEED_KEY, find_in_deepspeed
 from ..core.errors import UnsupportedError
 from ..core.messages import say
+from ..core.training.muon import warn
 from . import checkpoint
 from .compression import configured, describe
-from .parameter_slices import held_by_parts
+from .parameter_slices import held_by_parts, trained_by_muon
 
 ATTRIBUTE = "communication_compression"  # of engines, and of the optimizers that reduce for them
 
@@ -65,6 +66,8 @@ def configure_engine(original):
             if _is_first(self):
                 compression.training.rank = 0  # rank 0 writes and prints statistics
                 say(describe(compression, self.zero_optimization_stage(), self.seq_dp_world_size))
+                if self.seq_dp_world_size > 1:
+                    warn(self.basic_optimizer, compression.config, trained_by_muon(self))
 
     return __init__
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
+from ..core.training.muon import Gradient
 from ..core.training.policy import ParameterSlice
 
 PADDING = ""  # name of elements that belong to no parameter
@@ -89,6 +90,16 @@ def held_by_parts(engine) -> list[str]:
             if not is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
         ]
     return list(dict.fromkeys(names))
+
+
+def trained_by_muon(engine) -> list[Gradient]:
+    """Gradients of the matrices that Muon trains, if it is the optimizer. DeepSpeed marks those of its own Muon."""
+    found = []
+    for parameter, name in engine.param_names.items():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 may leave a rank nothing but this
+        if len(shape) >= 2 and getattr(parameter, "use_muon", True):
+            found.append((ParameterSlice(name, shape.numel(), dimensions=len(shape)), parameter.dtype))
+    return found
 
 
 # ------------------------------------------------------------------ the gradients that may be reduced now

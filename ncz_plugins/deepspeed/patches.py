@@ -4,7 +4,7 @@ engine.py, gradients.py, weights.py and exchanges.py hold the replacements. Trie
 `install` replaces, these names are not part of DeepSpeed's documented API:
 
     DeepSpeedEngine        _config._param_dict, _step_applied, param_names, checkpoint_mp_rank, mp_world_size,
-                           seq_dp_world_size, seq_data_parallel_group, torch_autocast_z0_gradscaler
+                           seq_dp_world_size, seq_data_parallel_group, torch_autocast_z0_gradscaler, basic_optimizer
     ZeRO 1 and 2           ipg_buckets, bit16_groups, param_names
     ZeRO 3                 ipg_buckets, param_names, parameter_offload, get_param_coordinator
     BF16_Optimizer         get_grads_for_reduction, bf16_groups, fp32_groups_gradients, fp32_groups_gradients_flat,
@@ -12,7 +12,7 @@ engine.py, gradients.py, weights.py and exchanges.py hold the replacements. Trie
     loss scale             loss_scale_config, cur_scale, torch_autocast_gradscaler
     deepspeed.utils.groups mpu, mesh_device, _get_sequence_data_parallel_group
     deepspeed.comm         comm.cdb, TorchBackend._reduce_op
-    parameters             runtime.utils.is_model_parallel_parameter, moe.utils.is_moe_param,
+    parameters             use_muon, ds_shape, runtime.utils.is_model_parallel_parameter, moe.utils.is_moe_param,
                            utils.bwc.bwc_tensor_model_parallel_world_size
     pipelines              PipelineEngine._INSTRUCTION_MAP, grid, has_attention_mask, has_bool_tensors;
                            PipelineModule.tied_comms

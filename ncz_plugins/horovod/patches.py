@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 
 import horovod
 import horovod.torch as hvd
 import horovod.torch.mpi_ops as mpi_ops
 import horovod.torch.optimizer as optimizer
+import torch
 
 from ..core.errors import UnsupportedError
 from ..core.messages import say
+from ..core.training.muon import Gradient, warn
+from ..core.training.policy import ParameterSlice
 from ..version import __version__
 from . import elastic, functions, reduction
 from .compressor import NCZ, Tagged, as_instance
@@ -160,6 +164,8 @@ def _takes_ncz(original):
         compressor.begin()
         if (named := arguments.get("named_parameters")) is not None:
             arguments["named_parameters"] = named = list(named)
+        if hvd.rank() == 0 and hvd.size() > 1:
+            warn(arguments["optimizer"], compressor.config, _matrices(arguments["optimizer"], named))
         process_set = arguments.get("process_set", hvd.global_process_set)
         owner = compressor.held_by(
             arguments["optimizer"],
@@ -178,6 +184,17 @@ def _takes_ncz(original):
         return optimizer
 
     return DistributedOptimizer
+
+
+def _matrices(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]] | None) -> list[Gradient]:
+    """Gradients of the matrices that an optimizer trains."""
+    names = {id(parameter): name for name, parameter in named or ()}
+    return [
+        (ParameterSlice(names.get(id(each)), each.numel(), dimensions=each.dim()), each.dtype)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.dim() >= 2
+    ]
 
 
 def _what_is_active(compressor: NCZ) -> str:

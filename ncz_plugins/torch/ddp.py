@@ -28,7 +28,7 @@ from ..core.runtime.statistics import Counters
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from . import private
-from .compression import ModelCompression, unwrapped
+from .compression import ModelCompression, unwrapped, watch_first_steps
 from .private import name_of
 
 _last_steps: weakref.WeakKeyDictionary[Training, Future] = weakref.WeakKeyDictionary()  # done when the step has ended
@@ -215,6 +215,8 @@ def compress(
     group = model.process_group if group is None else group
     state = Compression(config, group, model.module.named_parameters(), training)
     state.attach(model)
+    if state.communicator.rank == 0 and state.communicator.world_size > 1:
+        watch_first_steps(state.training, ((name_of(name), each) for name, each in model.module.named_parameters()))
     return state
 
 

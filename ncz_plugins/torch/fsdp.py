@@ -28,7 +28,7 @@ from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from ..core.transport.groups import require_group
 from . import private
-from .compression import ModelCompression, unwrapped
+from .compression import ModelCompression, unwrapped, watch_first_steps
 from .private import ReducedParameter, name_of
 from .replicas import ReplicaGroup
 from .tensor_parallel import TensorParallel
@@ -353,6 +353,8 @@ def compress(
         _note_reductions(weakref.ref(compression), name, module)
         _note_ends(weakref.ref(compression), module)
         _compressing[module] = compression
+    if dist.get_rank() == 0:
+        watch_first_steps(training, ((name_of(name), each) for name, each in model.named_parameters()))
     return compression
 
 

@@ -114,8 +114,13 @@ def not_compiled(cls: type) -> type:
     for name in dir(cls):
         method, is_call = getattr(cls, name), not name.startswith("_") or hasattr(dist.ProcessGroup, name)
         if isfunction(method) and is_call and name not in _OUTSIDE_OF_CALLS:
-            setattr(cls, name, torch._disable_dynamo(method))
+            setattr(cls, name, not_traced(method))
     return cls
+
+
+def not_traced(function: Callable) -> Callable:
+    """Function decorator that keeps `torch.compile` from tracing a function. Its first call imports torch._dynamo."""
+    return torch._disable_dynamo(function)
 
 
 # No compiled function calls these, and nothing can be imported where a program's end calls them.

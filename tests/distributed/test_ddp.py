@@ -7,6 +7,7 @@ import io
 import time
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from on_rank import device, digest, raises, rank, same_on_all_ranks, world_size
@@ -250,6 +251,53 @@ def test_error_feedback_outlives_new_buckets(group):
     assert again.training.step == 3 and again.training.residuals.by_name.keys() == kept.keys()
     train(resumed, 1)
     same_replicas(resumed, group)
+
+
+@ranks(2, 3, gpu=True)
+def test_policies_know_the_shapes_of_parameters(group):
+    """Not that of their flat bucket."""
+    plain, ours = wrapped(group), wrapped(group)
+    ddp.compress(ours, SMALL | {"policies": [{"shape": "vector", "action": "skip"}]})
+    for model in (plain, ours):
+        train(model, 1)
+    for (name, mine), expected in zip(ours.named_parameters(), plain.parameters()):
+        assert torch.allclose(mine.grad, expected.grad, rtol=1e-5, atol=1e-8) == (mine.dim() < 2), name
+
+
+class SomebodysMuon(torch.optim.SGD):
+    """Known by its name."""
+
+
+OPTIMIZERS = {each.__name__: each for each in (torch.optim.Muon, SomebodysMuon, torch.optim.SGD)}
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("config", "optimizer", "warns"),
+    [
+        ("ncclz", "Muon", True),
+        ("ncclz:small", "SomebodysMuon", True),
+        ("ncclz:muon", "Muon", False),
+        ({"policies": [{"shape": "matrix", "quantizer": {"kind": "lossless"}}]}, "Muon", False),
+        ("ncclz", "SGD", False),
+    ],
+)
+def test_the_first_rank_warns_once_of_a_bound_that_is_visible_under_muon(group, config, optimizer, warns):
+    model = wrapped(group)
+    compression = ddp.compress(model, config)
+    others = torch.optim.Muon([nn.Parameter(torch.ones(2, 2, device=device))])  # of a model that is not compressed
+    trains = OPTIMIZERS[optimizer]([each for each in model.parameters() if each.dim() == 2], lr=1e-3)
+    rest = torch.optim.AdamW([each for each in model.parameters() if each.dim() != 2])
+    said = io.StringIO()
+    for x, target in batches(3):
+        nn.functional.cross_entropy(model(x), target).backward()
+        with contextlib.redirect_stderr(said):
+            for each in (others, trains, rest):
+                each.step()
+                each.zero_grad()
+    assert said.getvalue().count(f"warning: {optimizer} trains ") == int(warns and rank == 0)
+    assert said.getvalue().count("warning") == int(warns and rank == 0)
+    compression.close()
 
 
 def loses_nothing(group, used, begin=lambda model, used: model.zero_grad(), accumulates=False, **options):

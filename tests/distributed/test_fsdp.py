@@ -1,5 +1,7 @@
 """What compression does to FSDP2, with even numbers of ranks."""
 
+import contextlib
+import io
 from functools import cache
 
 import pytest
@@ -253,6 +255,47 @@ def test_policies_and_error_feedback_know_parameters_by_name(group):
     again = fsdp.compress(sharded(), SMALL | config)
     again.load_state_dict(compression.state_dict())
     assert again.training.step == 2 and again.training.residuals.by_name.keys() == kept
+    compression.close()
+
+
+@ranks(2, 4, gpu=True)
+def test_policies_know_the_shapes_of_whole_parameters(group):
+    """Of which this rank has shards, and which FSDP reduces together."""
+    plain, ours = sharded(), sharded()
+    policies = [{"shape": "vector", "action": "skip"}, {"name": "0.weight", "quantizer": {"kind": "lossless"}}]
+    compression = fsdp.compress(ours, SMALL | {"policies": policies})
+    for model in (plain, ours):
+        for x, target in batches(1):
+            nn.functional.cross_entropy(model(x), target).backward()
+    expected = {name: each.grad.full_tensor() for name, each in plain.named_parameters()}
+    for name, each in ours.named_parameters():
+        exact = each.dim() == 1 or name == "0.weight"
+        gradient = each.grad.full_tensor()
+        assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-8) == exact
+        assert (gradient - expected[name]).norm() < 0.3 * expected[name].norm()
+    # Three modules with biases and weights; the root's first weight is treated as no other.
+    assert (compression.stats.total.calls, compression.stats.total.bypasses) == (7, {"policy": 3})
+
+
+def muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest)]
+
+
+@ranks(2)
+@pytest.mark.parametrize(("config", "warns"), [("ncclz", True), ("ncclz:muon", False)])
+def test_the_first_rank_warns_once_of_a_bound_that_is_visible_under_muon(group, config, warns):
+    model = sharded()
+    compression = fsdp.compress(model, config)
+    optimizers = muon_and_adam(model)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for x, target in batches(3):
+            nn.functional.cross_entropy(model(x), target).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert said.getvalue().count("warning: Muon trains 0.weight") == int(warns and rank == 0)
+    assert said.getvalue().count("ncclz:muon") == int(warns and rank == 0)
     compression.close()
 
 

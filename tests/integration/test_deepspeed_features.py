@@ -1,5 +1,7 @@
 """Features of DeepSpeed that change which gradients are reduced, or how, each beside a plain run."""
 
+import contextlib
+import io
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 
@@ -225,6 +227,39 @@ def test_muon(group, name):
         # ZeRO 1 and 2 replace gradients by Muon's updates when they reduce.
         in_place = config["zero_optimization"]["stage"] in (1, 2)
         trains_as_without_compression(ours, plain, reasons=reasons, has_gradients=not in_place)
+
+
+TORCHS = "torch.optim.Muon"
+
+
+def muon_of_torch(parameters):
+    return torch.optim.Muon([each for each in parameters if each.dim() == 2])
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "optimizer", "warns"),
+    [
+        *((stage, "ncclz", MUON, True) for stage in range(4)),
+        *((stage, "ncclz:muon", MUON, False) for stage in range(4)),
+        (2, "ncclz:small", TORCHS, True),
+        (2, "ncclz:muon", TORCHS, False),
+        (2, "ncclz", {"type": "AdamW", "params": {"torch_adam": True}}, False),
+    ],
+)
+@on_two_ranks
+def test_the_first_rank_warns_of_a_bound_that_is_visible_under_muon(group, stage, key, optimizer, warns):
+    zero, options = {"stage": stage, "reduce_scatter": False}, {}
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    config = configuration(stage, key, **config, optimizer=optimizer)
+    if optimizer == TORCHS:
+        del config["optimizer"]
+        options["optimizer"] = muon_of_torch
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        engine = start(two_layers, config, **options)
+    warnings = [line for line in said.getvalue().splitlines() if "ncz_plugins: warning: " in line]
+    assert len(warnings) == int(warns and rank == 0), said.getvalue()
+    assert all("Muon" in line and "ncclz:muon" in line for line in warnings)
+    engine.destroy()
 
 
 class AdamOfZenFlow(torch.optim.AdamW):

@@ -1,5 +1,7 @@
 """Compressed gradients through hvd.DistributedOptimizer, beside Horovod's own in the same processes."""
 
+import contextlib
+import io
 import json
 import os
 
@@ -73,6 +75,18 @@ def test_all_ways_to_write_it_mean_the_same(group):
     file = os.environ["NCZ_CONFIG"]
     ways = {"class": NCZ, "instance": NCZ(), "file": NCZ(file), "mapping": NCZ(CONFIG), "sections": NCZ(**CONFIG)}
     assert len({train_beside_plain({}, compression) for compression in ways.values()}) == 1
+
+
+@pytest.mark.parametrize(("name", "warns"), [("ncclz", True), ("ncclz:muon", False)])
+@ranks(2, start="configured_by_the_environment", **HOROVOD)
+def test_the_first_rank_warns_of_a_bound_that_is_visible_under_muon(group, name, warns):
+    model = new_model()
+    named = [(name, each) for name, each in model.named_parameters() if each.dim() == 2]
+    optimizer = torch.optim.Muon([each for _, each in named])
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        hvd.DistributedOptimizer(optimizer, named_parameters=iter(named), compression=NCZ(name))
+    assert said.getvalue().count(f"warning: Muon trains {named[0][0]}, ") == int(warns and rank == 0)
+    assert said.getvalue().count("warning") == int(warns and rank == 0)
 
 
 class AsFloat32(hvd.Compression.none):

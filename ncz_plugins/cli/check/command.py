@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--step says for which step --model shows the treatment: give both, or neither")
     config, deepspeed = load_config(options.file)
     if options.model:
-        _show_model(options, config, deepspeed is not None)
+        _show_model(options, config, deepspeed)
     else:
         _show_settings(options.file, config, deepspeed)
 
@@ -56,11 +57,24 @@ def _show_settings(file: str, config: Config, deepspeed: dict[str, Any] | None) 
         console.print(Text(f"{config.transport.tuning}: {tuning.describe()}"))
     if deepspeed and (warning := buckets.warning(deepspeed, config)):
         console.print(Text(f"warning: {warning}"))
+    if deepspeed and (warning := _of_optimizer(deepspeed, config)):
+        console.print(Text(f"warning: {warning}"))
     console.print()
     console.print(rows)
 
 
-def _show_model(options: argparse.Namespace, config: Config, from_deepspeed: bool) -> None:
+def _of_optimizer(deepspeed: dict[str, Any], config: Config) -> str | None:
+    """Warning if the optimizer of a DeepSpeed configuration needs a finer bound."""
+    optimizer = deepspeed.get("optimizer")
+    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if not isinstance(name, str) or "muon" not in name.lower():
+        return None
+    from ...core.training.muon import advice  # imports torch
+
+    return advice(config, name)
+
+
+def _show_model(options: argparse.Namespace, config: Config, deepspeed: dict[str, Any] | None) -> None:
     step = config.steps.warmup if options.step is None else parse_number(options.step)
     if type(step) is not int or step < 0:
         raise ConfigError(f"--step must be an integer, 0 or more, got {options.step}")
@@ -74,7 +88,9 @@ def _show_model(options: argparse.Namespace, config: Config, from_deepspeed: boo
     elements = sum(row.numel for row in treated)
     console.print(Text(f"{options.file}: {config.describe()}"))
     console.print(Text(f"{name} in step {step}: {len(treated):,} parameters, {elements:,} elements"))
-    if from_deepspeed:
+    if deepspeed:
         console.print(Text("dtypes are the parameters' own; DeepSpeed may reduce in another (bf16, fp16, ...)"))
+        if warning := _of_optimizer(deepspeed, config):
+            console.print(Text(f"warning: {warning}"))
     console.print()
     show(console, treated, matches(model, config), config)

@@ -14,6 +14,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "accurate": {"quantizer": {"value": 0.25}},
     "balanced": {},
     "small": {"quantizer": {"value": 0.85}},
+    # For the optimizer Muon. All parameters are treated alike: in one call, and vectors are few.
+    "muon": {"quantizer": {"kind": "error_bound", "value": 0.025, "error_feedback": True}},
 }
 NAMES = ", ".join(f"'{name}'" for name in (SHORT_FORM, *(f"{SHORT_FORM}:{each}" for each in PRESETS)))  # in messages
 

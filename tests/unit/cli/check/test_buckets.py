@@ -1,4 +1,4 @@
-"""`ncz check` warns of DeepSpeed configurations whose buckets are too small to be compressed."""
+"""`ncz check` warns of DeepSpeed configurations: of buckets too small to be compressed, and of bounds for Muon."""
 
 import json
 
@@ -46,6 +46,18 @@ def test_small_ones_are_named_with_the_remedy(document, words):
 @pytest.mark.parametrize("least", [0, "auto", "never"])
 def test_without_a_least_size_there_is_nothing_to_say(least):
     assert warned({"zero_optimization": {"reduce_bucket_size": 1}}, min_bytes=least) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "optimizer", "warns"),
+    [("ncclz", "Muon", True), ("ncclz:muon", "Muon", False), ("ncclz", "AdamW", False), ("ncclz", None, False)],
+)
+def test_the_command_says_if_muon_needs_another_bound(key, optimizer, warns, tmp_path, capsys):
+    document = {"communication_compression": key, "zero_optimization": {"stage": 2}}
+    document |= {"optimizer": {"type": optimizer}} if optimizer else {}
+    (file := tmp_path / "ds.json").write_text(json.dumps(document))
+    assert main(["check", str(file)]) == 0
+    assert ("warning: Muon trains matrices" in capsys.readouterr().out) == warns
 
 
 def test_the_command_says_it(tmp_path, capsys):
