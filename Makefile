@@ -20,7 +20,7 @@ BIN := .venv/bin
 COVERAGE ?= $(CURDIR)/.cache/coverage
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence fuzz soak thirdparty versions docs clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence fuzz soak thirdparty versions wheels docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -82,6 +82,9 @@ thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed:
 
 versions: setup-tools  ## a part of the tests with several versions of Python and torch: docs/reference/compatibility.md (an hour)
 	@$(BIN)/nox $(ARGS)
+
+wheels: setup-tools  ## what is published: a source distribution and a wheel for all Pythons, in dist/
+	@$(BIN)/python tools/wheels.py $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

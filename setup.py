@@ -5,7 +5,7 @@ loads it. So one wheel, tagged py3-none-<platform>, serves all Python versions. 
 installed without the library and uses its numpy kernels.
 """
 
-import platform
+import sysconfig
 from glob import glob
 from pathlib import Path
 
@@ -17,9 +17,10 @@ FOLDER = "ncz_plugins/kernels/cpu"
 COMMON = "ncz_plugins/kernels/common"  # headers that the CUDA kernels include, too
 # No contraction: a fused multiply-add rounds differently from the reference. No errno: lets rint vectorize.
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
-FLAGS += ["-fPIC", "-fvisibility=hidden", "-g0"]
+FLAGS += ["-fPIC", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables", "-g0"]
 SOURCES = {f"{FOLDER}/library.cpp": [], f"{FOLDER}/portable.cpp": []}  # and their extra flags
-if platform.machine().lower() in ("x86_64", "amd64"):
+# The platform that is built for: where a compiler for another one is used, _PYTHON_HOST_PLATFORM names it.
+if sysconfig.get_platform().endswith(("x86_64", "amd64")):
     SOURCES[f"{FOLDER}/avx2.cpp"] = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
 
 
@@ -39,7 +40,7 @@ class BuildLibrary(build_ext):
                     extra_postargs=FLAGS + flags,
                     depends=extension.depends,
                 )
-            self.compiler.link_shared_object(objects, str(target), target_lang="c++")
+            self.compiler.link_shared_object(objects, str(target), extra_postargs=["-s"], target_lang="c++")
         except Exception as error:  # no compiler, or one that cannot build this
             self.warn(
                 f"libncz_cpu.so could not be built ({error}). ncz_plugins will use its numpy kernels, about 100 times "

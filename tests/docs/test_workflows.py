@@ -1,0 +1,26 @@
+"""What continuous integration runs is what anybody can run: make targets that exist."""
+
+import re
+
+import pytest
+import yaml
+from repository import ROOT
+
+from ncz_plugins.version import __version__
+
+FOLDER = ROOT / ".github" / "workflows"
+WORKFLOWS = sorted(FOLDER.glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_nothing_but_make_targets(path):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    jobs = yaml.safe_load(path.read_text())["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    for command in commands:
+        assert command.removeprefix("make ") in targets, f"{path.name}: {command}"
+
+
+def test_the_version_that_is_cited_is_that_of_the_package():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(cited["version"]) == __version__
