@@ -979,13 +979,14 @@ FEW_FRAMES = 40 << 20  # what docs/guides/weights.md says that decoding takes
 
 @pytest.mark.processes
 def test_publishing_and_fetching_take_memory_for_a_few_files_of_a_checkpoint(tmp_path):
-    files, rows = 8, 4096
+    files, rows, generator = 8, 2048, torch.Generator().manual_seed(0)
+    state = {
+        f"{number}": torch.randint(-2000, 2000, (rows, 2048), generator=generator, dtype=torch.int16)
+        for number in range(2 * files)
+    }
     for step in (1, 2, 3):
-        state = {}
-        for number in range(2 * files):
-            generator = torch.Generator().manual_seed(number)
-            state[f"{number}"] = torch.randint(-2000, 2000, (rows, 2048), generator=generator, dtype=torch.int16)
-            state[f"{number}"].view(-1)[::50] += step
+        for each in state.values():
+            each.view(-1)[::50] += 1
         checkpoint(tmp_path / f"step-{step}", state, files)
     file_bytes = max(path.stat().st_size for path in (tmp_path / "step-1").iterdir())
     run = subprocess.run(
