@@ -23,12 +23,12 @@ def host_address(array: Array, name: str, dtype: Any, length: int = 0) -> int:
     """Address of a contiguous array in host memory with at least `length` elements. Raises WrongTensor.
 
     `dtype` is one of torch or numpy, or its name. `length` 0 is for the array that says how long the others must be.
-    The check takes about 0.3 us.
+    The check takes about half a microsecond.
     """
     if NAMES[array.dtype] == NAMES[dtype]:
         if isinstance(array, np.ndarray):
             if array.flags.c_contiguous and array.size >= length:
-                return array.ctypes.data
+                return array.__array_interface__["data"][0]  # `ctypes.data` takes a microsecond
         elif array.is_cpu and array.is_contiguous() and (not length or array.numel() >= length):
             return array.data_ptr()
     raise wrong_tensor(array, name, dtype, length, "cpu")

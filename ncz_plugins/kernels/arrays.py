@@ -72,7 +72,9 @@ def numpy_of(array: Array) -> np.ndarray:
 
 def bytes_of(array: Array) -> bytes:
     """A copy of the bytes of an array, also of one on a GPU."""
-    return numpy_of(viewed(array if is_on_host(array) else array.cpu(), "uint8")).tobytes()
+    if not isinstance(array, np.ndarray):
+        array = viewed(array.cpu(), "uint8").numpy()
+    return array.tobytes()
 
 
 def put(data: bytes, into: Array) -> None:

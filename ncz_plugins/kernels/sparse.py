@@ -74,7 +74,11 @@ def decode_sparse(backend: Backend, frame: Array, count: int) -> tuple[np.ndarra
         backend.decode_codes(part, codes)
     if not length or not read[1].all():
         raise DamagedFrame("SPARSE frame has no changes, or zeros among them")
-    places = np.cumsum(read[0] + np.int64(1)) - 1
-    if int(read[0].min()) < 0 or places[-1] >= count:
+    # Without a sign, what is below 0 is too large as well.
+    is_inside = int(read[0].view(np.uint32).max()) < count
+    read[0] += 1
+    places = np.cumsum(read[0], dtype=np.int64)
+    places -= 1
+    if not is_inside or places[-1] >= count:
         raise DamagedFrame(f"SPARSE frame has changes that do not lie in its {count} elements")
     return places, read[1]

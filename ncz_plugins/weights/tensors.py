@@ -193,9 +193,7 @@ def new_tensor(name: str, form: Form) -> Tensor:
     # Shapes come from the patch, so torch must not be asked for memory before the size has been checked.
     if math.prod(shape) * dtype.itemsize != form.total_bytes:
         raise FrameError(f"{name}: {form.total_bytes} bytes are not {list(form.shape)} elements of {form.dtype}")
-    # Of numpy's memory: numpy asks for huge pages. A fault for each page of 4 KiB takes longer than decoding.
-    memory = torch.from_numpy(np.empty(form.total_bytes, np.uint8))
-    return memory.as_strided((form.total_bytes,), (1,)).view(dtype).view(shape)  # numpy's stride of nothing is 0
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def memory_of(tensor: object) -> Hashable:
