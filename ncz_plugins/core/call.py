@@ -351,7 +351,7 @@ class Call:
                 return plain.all_to_all_single(output, input, *pieces)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen, as above
 class Plan:
     """How a compressed call is carried out.
 

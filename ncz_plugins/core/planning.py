@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -78,11 +77,10 @@ def layout_of_parts(segment: Tensor, world_size: int, config: Config, on_gpu: bo
 def plan(group: Group, call: Call) -> Plan:
     """The plan of a compressed call."""
     if call.pieces is not None:  # which are for single ranks, and gain nothing in nodes
-        # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
-        return replace(_exchange(group, call), number=call.number + zlib.crc32(repr(group.ranks).encode()))
+        return _exchange(group, call)
     make = {"broadcast": _broadcast, "all_gather_single": _gather}.get(call.collective, _sum)
     nodes = _nodes_for(group, call)
-    made = replace(make(group, call, nodes), number=call.number)
+    made = make(group, call, nodes)
     return made if nodes is None else in_nodes(call, made, nodes)
 
 
@@ -100,14 +98,15 @@ def _broadcast(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     layout = Layout.of([call.input.numel()], *frames_of(call.input, call.config, group.on_gpu))
     schedule = partial(_schedule_of(group, call, nodes).broadcast, root=call.root)
     measured = range(1 if group.rank == call.root else 0)
-    return Plan(layout, _flat(call.input), _flat(call.output), measured, schedule)
+    return Plan(layout, _flat(call.input), _flat(call.output), measured, schedule, number=call.number)
 
 
 def _gather(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     layout = layout_of_parts(call.input, group.world_size, call.config, group.on_gpu)
     source = _flat(call.input, layout.segment(group.rank).start)
     measured = range(group.rank, group.rank + 1)
-    return Plan(layout, source, _flat(call.output), measured, _schedule_of(group, call, nodes).all_gather)
+    schedule = _schedule_of(group, call, nodes).all_gather
+    return Plan(layout, source, _flat(call.output), measured, schedule, number=call.number)
 
 
 def _exchange(group: Group, call: Call) -> Plan:
@@ -118,7 +117,9 @@ def _exchange(group: Group, call: Call) -> Plan:
     schedule = exchange_at_once if group.on_gpu else exchange
     if call.config.quantizer.bits is not None:
         schedule = fixed_rate.exchange
-    return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received)
+    # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
+    number = call.number + zlib.crc32(repr(group.ranks).encode())
+    return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received, number)
 
 
 def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
@@ -146,6 +147,7 @@ def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
         output,
         range(len(layout.lengths)),
         move,
+        number=call.number,
         addends=n,
         addend=group.rank,
         divisor=divisor if call.scale == 1 else divisor / call.scale,

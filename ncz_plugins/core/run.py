@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, get_args
@@ -304,8 +304,9 @@ def _agree(group: Group, call: Call, device: Device, transport: Transport) -> Co
 
     # Few measurements travel with the comparison, which saves a round trip. More of them wait for it: if ranks pass
     # different sizes, their measurements have different lengths. This rank measures while the comparison travels.
-    nbytes = measured_bytes(made.layout, quantizer, call.input.dtype) if measures_at_once else 0
-    together = 0 < nbytes <= transport.most_with_comparison
+    most = transport.most_with_comparison
+    nbytes = measured_bytes(made.layout, quantizer, call.input.dtype) if measures_at_once and most else 0
+    together = 0 < nbytes <= most
     if together:
         source, measured = _measured(call, source, device)
     comparison = RankComparison(call.described, transport.rank, transport.world_size)
@@ -374,15 +375,19 @@ def _codec_of_pieces(group: Group, call: Call, device: Device, transport: Transp
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:
     """The values to quantize, with what error feedback adds, and what this rank measured of them."""
-    made, quantizer = call.plan, call.config.quantizer
     with span("measure", source.data.nbytes, call.counters):
-        if made.feedback:
-            source = made.feedback.added_to(source)
-        most = most_summable(quantizer, made.output.data.dtype, made.addends, made.divisor)
-        given = device.backend, source, made.layout, made.measured, quantizer, most
+        if call.plan.feedback:
+            source = call.plan.feedback.added_to(source)
         if not device.in_batches:
-            return source, measure(*given)
-        return source, call.recorded.queue("measure", lambda: measure_on_gpu(*given))
+            return source, measure(*_to_measure(call, source, device))
+        return source, call.recorded.queue("measure", lambda: measure_on_gpu(*_to_measure(call, source, device)))
+
+
+def _to_measure(call: Call, source: Window, device: Device) -> tuple:
+    """Arguments of `measure` and `measure_on_gpu`."""
+    made, quantizer = call.plan, call.config.quantizer
+    most = most_summable(quantizer, made.output.data.dtype, made.addends, made.divisor)
+    return device.backend, source, made.layout, made.measured, quantizer, most
 
 
 def _recorded(call: Call, device: Device, transport: Transport) -> RecordedCall:
@@ -412,14 +417,12 @@ def _quantizing_codec(
     """
     made, quantizer, dtype = call.plan, call.config.quantizer, source.data.dtype
     # Error feedback adds to 16-bit values in float32, and results have 16 bits.
-    final = made.output.data.dtype
+    rule, final = (quantizer, dtype, made.addends, made.divisor), made.output.data.dtype
     if not device.in_batches:
-        rule = quantizer, dtype, made.addends, made.divisor
         found = scales_or_bypass(agreed, made.layout, *rule, device.backend, final)
         return found if isinstance(found, Bypass) else _codec(call, source, found, device, transport)
-    rule = step_rule(quantizer, dtype, made.addends, made.divisor, final)
-    derive = partial(derive_on_gpu, device.backend, agreed, made.layout, quantizer, rule)
-    scales, on_device = call.recorded.queue("derive", derive)
+    given = device.backend, agreed, made.layout, quantizer
+    scales, on_device = call.recorded.queue("derive", lambda: derive_on_gpu(*given, step_rule(*rule, final)))
     outcome = Outcome(on_device, lambda seen: by_scales(derived_on_gpu(scales, seen, made.layout.steps), dtype))
     return _codec(call, source, scales, device, transport, outcome)
 
@@ -450,11 +453,11 @@ def _codec(
     )
 
 
-def _forecast_key(call: Call) -> str:
+def _forecast_key(call: Call) -> Hashable:
     """What calls must have in common for their frames to be expected to have the same lengths."""
     made, quantizer = call.plan, call.config.quantizer
-    bound = f"{quantizer.kind_in_effect} {quantizer.mode} {quantizer.value}"
-    return f"{call.collective} {made.layout.lengths} {call.input.dtype} {call.root} {made.divisor} {bound}"
+    bound = quantizer.kind_in_effect, quantizer.mode, quantizer.value
+    return call.collective, made.layout.lengths, call.input.dtype, call.root, made.divisor, bound
 
 
 def _fixed_rate_codec(call: Call, backend: Backend, transport: CollectiveTransport) -> FixedRateCodec | FixedRatePieces:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Noise, Predictor
 from ..config import Config
@@ -25,7 +27,7 @@ def codec_for(
     carried_gbps: float = 0.0,
     noise: Noise | None = None,
     divisor: float = 1,
-    forecast_key: str = "",
+    forecast_key: Hashable = None,
     outcome: Outcome | None = None,
     recorded: RecordedCall = NEVER,
 ) -> TensorCodec:

@@ -9,13 +9,13 @@ Three things differ from `QuantizingCodec`, whose frames these are:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...kernels.backend import Decoding, Sum
+from ...kernels.backend import Sum
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.trace import span
 from .tensor_codec import FrameId, FrameSum, QuantizingCodec, frame_errors, name_of
@@ -58,13 +58,13 @@ class GpuCodec(QuantizingCodec):
     encodes_ahead = True
 
     outcome: Outcome | None = None
-    forecast_key: str = ""
+    forecast_key: Hashable = None
     recorded: RecordedCall = NEVER
 
     def __post_init__(self):
         # Frames and sums wait here until there are enough to decode together.
-        self._frames_to_decode: list[Decoding] = []
-        self._sums_to_decode: list[tuple[Sum, Tensor]] = []
+        self._frames_to_decode: list[tuple[int, int, Tensor]] = []
+        self._sums_to_decode: list[tuple[int, int, list[Tensor]]] = []
         self._waiting_elements = 0
         self._decoded_batches = 0
         self._sums_are_padded = False
@@ -78,8 +78,8 @@ class GpuCodec(QuantizingCodec):
     def decode(self, segment: int, index: int, frame: Tensor) -> None:
         self._is_checked = False
         if not self.bypass:
-            self._frames_to_decode.append(self._frame_to_decode(segment, index, frame))
-            self._decode_if_enough(self._frames_to_decode[-1].out)
+            self._frames_to_decode.append((segment, index, frame))
+            self._decode_if_enough(segment, index)
 
     def decode_sum(self, segment: int, index: int, frames: list[Tensor], padded: bool = False) -> None:
         """See `QuantizingCodec.decode_sum`.
@@ -92,8 +92,8 @@ class GpuCodec(QuantizingCodec):
         self._is_checked = False
         self._sums_are_padded = padded
         if not self.bypass:
-            self._sums_to_decode.append(self._sum_to_decode(segment, index, frames))
-            self._decode_if_enough(self._sums_to_decode[-1][0].out)
+            self._sums_to_decode.append((segment, index, frames))
+            self._decode_if_enough(segment, index)
 
     def finish(self) -> None:
         if not self._is_checked:
@@ -153,8 +153,9 @@ class GpuCodec(QuantizingCodec):
         empty = [Sum(nothing, self.scales.inverse_steps[:0], buffer) for buffer in buffers]
         return self.backend.encode_sums(empty, self.coding)
 
-    def _decode_if_enough(self, out: Tensor) -> None:
-        self._waiting_elements += out.numel()
+    def _decode_if_enough(self, segment: int, index: int) -> None:
+        elements = self.layout.frame(segment, index)
+        self._waiting_elements += elements.stop - elements.start
         if self._waiting_elements >= BATCH_ELEMENTS:
             self._decode_waiting()
 
@@ -164,13 +165,16 @@ class GpuCodec(QuantizingCodec):
         if self._unlearned is not None:
             outcome = self._outcome_copy or self.device.start_copy_to_host(self._unlearned)
             self.outcome.learn(outcome().tolist())
-        decodings, self._frames_to_decode = self._frames_to_decode, []
-        if decodings and not self.bypass:
-            with span("decode", sum(each.frame.nbytes for each in decodings), self.counters):
-                self.backend.decode_frames(decodings, self.checksum)
+        frames, self._frames_to_decode = self._frames_to_decode, []
+        if frames and not self.bypass:
+            with span("decode", sum([frame.nbytes for *_, frame in frames]), self.counters):
+                self.backend.decode_frames([self._frame_to_decode(*each) for each in frames], self.checksum)
         sums, self._sums_to_decode = self._sums_to_decode, []
         if sums and not self.bypass:
-            given = *zip(*sums), self.noise, self.checksum, self._sums_are_padded
             stage, self._decoded_batches = ("decode", self._decoded_batches), self._decoded_batches + 1
-            with span("decode", sum(frame.nbytes for each, _ in sums for frame in each.frames), self.counters):
-                self.recorded.queue(stage, lambda: self.backend.decode_sums(*given), self.noise)
+            with span("decode", sum([frame.nbytes for *_, frames in sums for frame in frames]), self.counters):
+                self.recorded.queue(stage, lambda: self._add_up(sums), self.noise)
+
+    def _add_up(self, sums: list[tuple[int, int, list[Tensor]]]) -> None:
+        what_and_scales = zip(*(self._sum_to_decode(*each) for each in sums))
+        self.backend.decode_sums(*what_and_scales, self.noise, self.checksum, self._sums_are_padded)

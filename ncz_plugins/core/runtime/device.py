@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -276,9 +275,9 @@ class Gpu(Device):
     def check(self, *tensors: Tensor) -> list[Tensor]:
         wanted = [self.backend.report(self._device), *tensors]
         together = self.copy_to_host(torch.cat([each.view(torch.uint8) for each in wanted]))
-        ends = list(accumulate(each.nbytes for each in wanted))
-        self.backend.check(together[: ends[0]].view(torch.int64))
-        return [together[a:b].clone().view(tensor.dtype) for a, b, tensor in zip(ends, ends[1:], tensors)]
+        report, *copies = together.split([each.nbytes for each in wanted])
+        self.backend.check(report.view(torch.int64))
+        return [copy.view(tensor.dtype) for copy, tensor in zip(copies, tensors)]
 
     def abandon(self, memory: list[Tensor]) -> None:
         if self.recorded is not None:

@@ -14,8 +14,10 @@ If there is no forecast, the ranks first agree on the lengths.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from struct import Struct
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +31,9 @@ from ..transport.base import CollectiveTransport, frame_bytes, peer_errors, repl
 from ..transport.forecast import Forecasts
 
 _GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
-_LENGTH_FIELD_BYTES = 8  # the length that stands before a frame
+_LENGTH_FIELD = Struct("<q")  # the length that stands before a frame
+
+_ToGather = tuple[int, Tensor, Tensor, Tensor]  # see `_PaddedFrames.encoded`
 
 
 class PaddedTransport(CollectiveTransport, Protocol):
@@ -61,14 +65,14 @@ def _run(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) 
     while frames.left:
         # Queue all gathers before the first sum, so that encoding and transfer overlap.
         gathers = []
-        for number, memory, gathered in frames.encoded():
+        for number, memory, gathered, theirs in frames.encoded():
             with span("send", memory.nbytes), peer_errors("exchanging frames"):
-                gathers.append((number, gathered, transport.plain.all_gather_single(gathered, memory)))
+                gathers.append((number, theirs, transport.plain.all_gather_single(gathered, memory)))
             counters.wire_bytes += memory.nbytes
-        for number, gathered, work in gathers:
+        for number, theirs, work in gathers:
             with peer_errors("exchanging frames"):
                 work.wait()
-            frames.decode_sum(number, gathered.chunk(2)[1 - transport.rank])
+            frames.decode_sum(number, theirs)
         frames.check()
 
 
@@ -105,8 +109,8 @@ class _PaddedFrames:
         self._received: dict[int, Tensor] = {}  # memory of frames of the other rank
         self._summed: set[int] = set()  # frames that came whole, and are in the output
 
-    def encoded(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (number, memory to gather, memory for what both ranks gather) for all frames that are left.
+    def encoded(self) -> Iterator[_ToGather]:
+        """Yield the frames that are left: number, memory to gather, what both ranks gather, the other one's half of it.
 
         Ends early, on both ranks, if it turns out that the call must go plain.
         """
@@ -164,7 +168,8 @@ class _PaddedFrames:
         """Wait for the GPU. Afterwards `left` has the frames that were cut off. Raises FrameError."""
         both = [*self._own.values(), *self._received.values()]  # none received if the call goes plain
         with span("wait", 0, self._counters):
-            fronts = self._codec.check(*(memory[: FRONT_BYTES + HEADER_BYTES] for memory in both))
+            copies = self._codec.check(*[memory[: FRONT_BYTES + HEADER_BYTES] for memory in both])
+        fronts = [copy.numpy() for copy in copies]
         self.left = []
         if self._codec.bypass:
             return
@@ -183,16 +188,16 @@ class _PaddedFrames:
         if not self.left:
             self._forecast.learn(longest)
 
-    def _peer_length(self, front: Tensor) -> int:
+    def _peer_length(self, front: np.ndarray) -> int:
         """The bytes of a frame of the other rank.
 
         Args:
-            front: the length, and the frame's header: uint8, [FRONT_BYTES + HEADER_BYTES], in host memory.
+            front: the length, and the frame's header: uint8, [FRONT_BYTES + HEADER_BYTES].
 
         Raises FrameError if the length and the header differ, or the length is impossible.
         """
         peer, capacity = 1 - self._transport.rank, self._codec.frame_capacity
-        theirs = frame_bytes(front[FRONT_BYTES:].numpy(), peer, HEADER_BYTES, capacity)
+        theirs = frame_bytes(front[FRONT_BYTES:], peer, HEADER_BYTES, capacity)
         if theirs != _length_in(front):
             raise FrameError(
                 f"a frame of rank {peer} is damaged: its header says that it has {theirs} bytes, and the length that "
@@ -237,14 +242,12 @@ class _PaddedFrames:
             )
         self._gathered_bytes[number] = padded_bytes(longest)
 
-    def _to_gather(
-        self, numbers: Sequence[int], memory: list[Tensor], sizes: Tensor
-    ) -> list[tuple[int, Tensor, Tensor]]:
+    def _to_gather(self, numbers: Sequence[int], memory: list[Tensor], sizes: Tensor) -> list[_ToGather]:
         """Write the lengths before the frames in `memory`. Returns what `encoded` yields."""
         memory = [each[: self._gathered_bytes[number]] for number, each in zip(numbers, memory)]
         self._codec.backend.pad_frames(memory, sizes)
         gathered = [self._codec.device.buffer(2 * each.numel()) for each in memory]
-        return list(zip(numbers, memory, gathered))
+        return list(zip(numbers, memory, gathered, [each.chunk(2)[1 - self._transport.rank] for each in gathered]))
 
 
 def padded_bytes(nbytes: int) -> int:
@@ -252,6 +255,6 @@ def padded_bytes(nbytes: int) -> int:
     return -(-(FRONT_BYTES + nbytes) // _GATHER_ALIGNMENT_BYTES) * _GATHER_ALIGNMENT_BYTES
 
 
-def _length_in(front: Tensor) -> int:
-    """The length that stands before a frame. `front` is in host memory."""
-    return front[:_LENGTH_FIELD_BYTES].view(torch.int64).item()
+def _length_in(front: np.ndarray) -> int:
+    """The length that stands before a frame."""
+    return _LENGTH_FIELD.unpack_from(front)[0]

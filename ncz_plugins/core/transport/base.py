@@ -223,10 +223,10 @@ def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters:
     """
     n = transport.world_size
     if n == 2:
-        gathered = tensor.new_empty(2, tensor.numel())
+        gathered = tensor.new_empty(2 * tensor.numel())
         # As bytes, since not every library gathers every dtype.
-        transport.plain.all_gather_single(gathered.view(-1).view(torch.uint8), tensor.view(torch.uint8)).wait()
-        torch.maximum(gathered[0], gathered[1], out=tensor)  # to iterate over a tensor takes longer
+        transport.plain.all_gather_single(gathered.view(torch.uint8), tensor.view(torch.uint8)).wait()
+        torch.maximum(*gathered.chunk(2), out=tensor)
     else:
         transport.plain.all_reduce(tensor, dist.ReduceOp.MAX).wait()
     counters.wire_bytes += 2 * tensor.nbytes * (n - 1) // n

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 _CALLS = 4  # a forecast needs this many earlier calls
 # In these calls a frame may differ by 1/32 of its length and 512 bytes.
@@ -61,9 +61,9 @@ class Forecasts:
     """Forecasts by forecast key, for the 256 keys that were used last."""
 
     def __init__(self):
-        self._by_key: dict[str, Forecast] = {}
+        self._by_key: dict[Hashable, Forecast] = {}
 
-    def of(self, key: str) -> Forecast:
+    def of(self, key: Hashable) -> Forecast:
         """The forecast for calls with this key; a new one for a new key."""
         forecast = self._by_key.pop(key, None) or Forecast()
         self._by_key[key] = forecast  # last in order: the first one is dropped

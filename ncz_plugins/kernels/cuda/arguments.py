@@ -75,6 +75,7 @@ def integer(value: int) -> np.int32:
     return np.int32(value)
 
 
+@functools.lru_cache(maxsize=64)
 def noise_argument(noise: Noise | None) -> NoiseArgument:
     """`noise` as a kernel's argument; zeros for None."""
     return NoiseArgument() if noise is None else NoiseArgument(noise.key, noise.first, noise.shift)
