@@ -392,9 +392,10 @@ def main() -> None:
 
 def publish(done: dict[Job, dict[str, Any]]) -> None:
     """Write all runs into the repository, and their table into the notebook."""
+    versions = ", ".join(sorted({record["torch"] for record in done.values()}))
     whole = {
         "command": "make convergence",
-        "versions": {"ncz_plugins": __version__, "python": platform.python_version()},
+        "versions": {"ncz_plugins": __version__, "torch": versions, "python": platform.python_version()},
         "cpu": machine.cpu(),
         "hours": round(sum(record["seconds"] for record in done.values()) / 3600, 2),  # of one core
         "runs": [written(job, record) for job, record in done.items()],
