@@ -45,7 +45,7 @@ _CNN = (PLAIN, BF16, ACCURATE, BALANCED, SMALL, COARSE, WIDE_ACCURATE, WIDE, WID
 _RATES = {**dict.fromkeys(RATES.values(), 5), **dict.fromkeys(RATES_AT_RANDOM.values(), 3)}
 GROUPS = (
     Group("GPT", "AdamW", 300, 2, {**_ADAMW, FORMER: 3, FED: 3, **_RATES}),
-    Group("GPT", "Muon", 300, 2, {**_MUON, FINE: 3, NEAREST: 3, **dict.fromkeys(RATES.values(), 3)}),
+    Group("GPT", "Muon", 300, 2, {**_MUON, NAMED["muon"]: 5, FINE: 3, NEAREST: 3, **dict.fromkeys(RATES.values(), 3)}),
     Group("digits CNN", "SGD", 150, 2, dict.fromkeys((*_CNN, *RATES.values(), *RATES_AT_RANDOM.values()), 20)),
     Group("GPT", "AdamW", 300, 8, {PLAIN: 3, BALANCED: 3, WIDE: 3, RATES[4]: 3, RATES_AT_RANDOM[4]: 3}),
     Group("GPT large", "AdamW", 2000, 2, {PLAIN: 1, BF16: 1, BALANCED: 1, WIDE: 1, WIDE_ACCURATE: 1}),
