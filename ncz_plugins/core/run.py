@@ -416,6 +416,8 @@ def _quantizing_codec(
     On a GPU the host does not wait for the steps, and learns the reason later: see `Outcome`.
     """
     made, quantizer, dtype = call.plan, call.config.quantizer, source.data.dtype
+    if call.feeds_back:  # also on a rank that codes nothing: all must choose alike
+        dtype = torch.promote_types(dtype, torch.float32)
     # Error feedback adds to 16-bit values in float32, and results have 16 bits.
     rule, final = (quantizer, dtype, made.addends, made.divisor), made.output.data.dtype
     if not device.in_batches:

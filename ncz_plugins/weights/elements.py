@@ -44,7 +44,7 @@ def shaped(row: np.ndarray, sizes: tuple[int, ...]) -> Array:
 def copy(values: Array, into: Array) -> None:
     """Copy integers. On CPUs this takes one thread: torch would take all of its own, and wait for the last of them."""
     if isinstance(into, np.ndarray):
-        np.copyto(into, values)
+        np.copyto(into, values if isinstance(values, np.ndarray) else values.cpu().numpy())  # a base may be on a GPU
         return
     import torch
 

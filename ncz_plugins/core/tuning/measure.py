@@ -165,11 +165,16 @@ class TorchRanks(Subject):
         return maximum.tolist()
 
     def tell_next(self) -> None:
-        """Send a short message to the next rank, and wait for that of the rank before."""
-        n, told = self.world_size, torch.zeros(2, device="cpu")
-        sends, receives = [((self.rank + 1) % n, told[:1])], [((self.rank - 1) % n, told[1:])]
-        for work in self.transport.plain.exchange(sends, receives):
-            work.wait()
+        """Send a short message to the next rank, and wait until it comes back: one trip each way.
+
+        Without the way back, ranks with near neighbours would find messages of ranks that ran ahead.
+        """
+        n, told = self.world_size, torch.zeros(3, device="cpu")
+        after, before = (self.rank + 1) % n, (self.rank - 1) % n
+        own, others, back = told.split(1)
+        for to, sent, source, received in ((after, own, before, others), (before, others, after, back)):
+            for work in self.transport.plain.exchange([(to, sent)], [(source, received)]):
+                work.wait()
 
     def exchange(self, frame, times=1):
         if not self._speaks:
@@ -214,7 +219,7 @@ def measure_link(subject: TorchRanks, machines: Sequence[Sequence[int]]) -> Conf
     backend, transport = subject.host.backend, subject.transport
     trip = _latency(subject, 3, min, partial(subject.highest, [0.0]))
     # An agreement takes longer than a trip where there are many ranks or few cores. Some rank is next to a far one.
-    transport.trip_seconds = _latency(subject, 3, min, subject.tell_next)
+    transport.trip_seconds = _latency(subject, 3, min, subject.tell_next) / 2
     gbps = 0.0
 
     def carried(count: int) -> float:
@@ -330,7 +335,7 @@ class _Data:
 def _latency(
     subject: Subject, rounds: int, choose: Callable[[Sequence[float]], float], send: Callable[[], object]
 ) -> float:
-    """Seconds of a short message, on the slowest rank.
+    """Seconds that sending a short message takes, on the slowest rank.
 
     A round sends twice: a rank that starts late finds the messages of others waiting, but then waits twice as long for
     the next ones.
@@ -338,7 +343,7 @@ def _latency(
     Args:
         rounds: number of rounds.
         choose: picks this rank's time from those of all rounds.
-        send: sends the message, and waits for those of other ranks.
+        send: sends the message, and waits for an answer that all ranks or the next one take part in.
     """
     seconds = []
     for _ in range(rounds):

@@ -660,6 +660,26 @@ def test_in_uneven_nodes_speakers_lose_and_send(shape):
             assert (counters.wire_bytes > 1 << 10) == (local_rank < speakers)  # others agree, and no more
 
 
+@pytest.mark.parametrize("value", [1e-4, 1e-2])  # of which the first needs more bits than 16-bit gradients have
+def test_in_uneven_nodes_ranks_choose_alike_also_with_16_bits_and_feedback(value):
+    """Error feedback makes the values of speakers float32. Ranks that code nothing must go plain with them, or not."""
+
+    def body(transport):
+        quantizer = {"kind": "error_bound", "value": value, "error_feedback": True}
+        config = Config(quantizer=quantizer).with_transport(min_bytes=0).resolved()
+        nodes = with_memory(nodes_of("3 + 2 + 1", transport.rank), transport)
+        group = Group(Training(config), config, range(6), transport.rank, nodes)
+        tensor = values(transport.rank, 8 * CHUNK).to(torch.bfloat16)
+        parts = [ParameterSlice("weight", tensor.numel())]
+        call = Call("all_reduce", tensor, tensor, dist.ReduceOp.SUM, role="gradient", parts=parts, is_written=True)
+        run_decided(group, call, Host(), transport)
+        return tensor, call.counters.compressed_calls
+
+    (tensor, compressed), *others = play(6, body)
+    for other, has_compressed in others:
+        assert torch.equal(other, tensor) and has_compressed == compressed
+
+
 def test_bytes_are_counted_apart():
     """A rank gives half of its tensor to its neighbour, and later half of the result."""
     config, numel = CONFIGS["nearest"], 16 * CHUNK

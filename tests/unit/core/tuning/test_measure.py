@@ -97,8 +97,8 @@ class OverLink(Instant):
             return [max(numbers)] * len(numbers)  # the other rank has as many cores
         return [number * self.slower for number in numbers]
 
-    def tell_next(self):
-        self.now += self.trip if self.one_trip is None else self.one_trip
+    def tell_next(self):  # and hear from it
+        self.now += 2 * (self.trip if self.one_trip is None else self.one_trip)
 
     def exchange(self, frame, times=1):
         in_use = min(times, self.transport.channels)
@@ -124,7 +124,7 @@ def test_several_connections_are_used_where_they_carry_more(
     monkeypatch.setattr(module, "_BURST_SECONDS", 0)  # as hardly any time passes in coding
     found = measure_link(subject, [[0, 1]]).transport
     assert subject.transport.channels == used
-    assert subject.transport.trip_seconds == pytest.approx(subject.passes / 2)  # the clock is looked at for two
+    assert subject.transport.trip_seconds == pytest.approx(subject.passes / 4)  # looked at for two, both ways
     assert 1000 * found.link_gbps == pytest.approx(megabits) and found.min_bytes is None
     said = capsys.readouterr().err
     assert f"the link carries {found.link_gbps:g} Gbit/s" in said
@@ -164,6 +164,7 @@ class BegunLater(OverLink):
 
     def tell_next(self):
         self.highest([])
+        self.now += self.trip
 
 
 def test_ranks_that_begin_a_trip_apart_measure_the_trip(monkeypatch):
