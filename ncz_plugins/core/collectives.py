@@ -457,7 +457,7 @@ class Collectives:
             given = "input_list", input_list, self.world_size, memory, memory.numel(), op
             input, joined = joined_for(tensors_of_list("reduce_scatter", *given, is_written=False), is_read=True)
             parts = parts_of("reduce_scatter", input, name, parts)
-            require_kept("reduce_scatter", input, name, kept_as)
+            require_kept("reduce_scatter", parts, kept_as)
             call = Call("reduce_scatter_single", input, memory, op, role=role, parts=parts, residual_parts=kept_as)
             call.joined = joined
             return self._start([call], [output], async_op)
