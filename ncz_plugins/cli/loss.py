@@ -101,6 +101,7 @@ def expected(quantizer: QuantizerConfig) -> list[Measured]:
         for each in MEASURED
         if (each.mode, each.kind) == (quantizer.mode, quantizer.kind_in_effect)
         and not quantizer.error_feedback
+        and not quantizer.rotates
         and _is_as_coarse(each, quantizer)
     ]
     found: dict[str, Measured] = {}

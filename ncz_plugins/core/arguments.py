@@ -235,8 +235,9 @@ def parts_of(
         raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
     if parts is None:
         # A flat tensor without a name may be a bucket of matrices.
-        dimensions = None if name is None and tensor.dim() < 2 else tensor.dim()
-        return [ParameterSlice(name, tensor.numel(), dimensions=dimensions)]
+        is_known = name is not None or tensor.dim() > 1
+        shape, dimensions = (tuple(tensor.shape), tensor.dim()) if is_known else (None, None)
+        return [ParameterSlice(name, tensor.numel(), dimensions=dimensions, shape=shape)]
     if name is not None:
         raise ValueError(f"{collective}: pass name or parts, not both, got name={name!r}")
     if (elements := sum(part.length for part in parts)) != tensor.numel():

@@ -20,6 +20,7 @@ from .runtime.statistics import Counters
 from .training.baseline import Baseline
 from .training.error_feedback import Feedback
 from .training.policy import ParameterSlice
+from .training.rotation import Rotation
 from .transport.base import PlainCollectives
 from .transport.comparison import place_of
 
@@ -280,6 +281,11 @@ class Call:
         return self.op is not None and self.config.quantizer.feeds_back
 
     @property
+    def rotates(self) -> bool:
+        """Whether this call codes matrices in bases of their own."""
+        return self.op is not None and self.config.quantizer.rotates
+
+    @property
     def fed_back_parts(self) -> Sequence[ParameterSlice]:
         """Parts of the tensor by the names that error feedback uses."""
         return self.parts if self.residual_parts is None else self.residual_parts
@@ -370,6 +376,7 @@ class Plan:
         addend: number of this rank's values among them.
         divisor: what the sum is divided by.
         feedback: adds what quantizing lost before and keeps what it loses now; None: no error feedback.
+        rotation: bases that matrices are coded in; then `source` and `output` are replaced by memory of the call's own.
         verify_as: name of this sum when the guard compares it with the uncompressed one; None: it is not verified.
     """
 
@@ -385,4 +392,5 @@ class Plan:
     addend: int = 0
     divisor: float = 1
     feedback: Feedback | None = None
+    rotation: Rotation | None = None
     verify_as: str | None = None

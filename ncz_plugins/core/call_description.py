@@ -58,6 +58,7 @@ def signature_described(call: Call) -> dict[str, int]:
         "list of parameters": 0,
         "training step": 0,
         "list of tensors": call.together,
+        "bases of matrices": 0,
         "refusal": 0,
     }
 
@@ -229,7 +230,14 @@ def _named(values: Sequence, number: int) -> str:
 
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
-_CHECKSUMS = ("scale", "configuration", "calls on GPUs before it", "list of parameters", "list of tensors")
+_CHECKSUMS = (
+    "scale",
+    "configuration",
+    "calls on GPUs before it",
+    "list of parameters",
+    "list of tensors",
+    "bases of matrices",
+)
 _REASONS = tuple(bypass.value for bypass in _BYPASSES)
 _TRANSFERS = {
     _COMPRESSED: "compressed",

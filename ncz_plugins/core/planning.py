@@ -18,6 +18,7 @@ from .schedules.exchange import exchange, exchange_at_once
 from .schedules.hierarchy import in_nodes
 from .training.error_feedback import Feedback
 from .training.policy import named
+from .training.rotation import Rotation
 from .transport.topology import Nodes
 
 _SCHEDULES = {"ring": ring, "direct": direct, "halving": halving, "fixed rate": fixed_rate}
@@ -87,7 +88,8 @@ def plan(group: Group, call: Call) -> Plan:
 def _nodes_for(group: Group, call: Call) -> Nodes | None:
     """The nodes between which the frames of a call travel; None: they travel between all ranks."""
     nodes = group.nodes
-    if nodes is None or call.baseline is not None:  # versions that ranks hold would not pass through nodes
+    # Versions that ranks hold would not pass through nodes, and a matrix would be cut into shares there.
+    if nodes is None or call.baseline is not None or call.rotates:
         return None
     # Each rank has a segment of its own. If nodes are uneven, not every rank speaks for its segment.
     is_by_rank = call.collective in ("reduce_scatter_single", "all_gather_single")
@@ -139,6 +141,9 @@ def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     feedback = None
     if call.feeds_back:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
+    rotation = None
+    if call.rotates:
+        rotation = Rotation(group.training.rotations, group.own_names(call.parts), group.rank, n)
     # The guard compares what all ranks have. Of a reduce one rank has the result.
     verifies = call.collective != "reduce" and group.state.guard.picks(group.training.step)
     return Plan(
@@ -152,6 +157,7 @@ def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
         addend=group.rank,
         divisor=divisor if call.scale == 1 else divisor / call.scale,
         feedback=feedback,
+        rotation=rotation,
         verify_as=(named(call.parts) or "") if verifies else None,
     )
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, below, by_rate, by_scales, by_size, least_of_pieces, scales_or_bypass
-from .call import Call
+from .call import Call, plain_wire_bytes
 from .call_comparison import memory_of_pieces, require_same_call, tell_pieces
 from .call_description import numbered, require_plain, require_same, signature_described
 from .call_queue import CallQueue
@@ -60,6 +60,7 @@ from .runtime.recorded import NEVER, RecordedCall
 from .runtime.trace import span
 from .schedules.exchange import exchange_heads
 from .schedules.padded import padded_bytes
+from .training.rotation import require_whole
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 from .transport.connections import MAX_BYTES_WITH_COMPARISON
@@ -126,6 +127,8 @@ def decide(group: Group, call: Call) -> None:
             "quantizer.error_feedback is on and needs a name for each tensor, by which residuals are kept: pass "
             "name=, names= or parts=, or set quantizer.error_feedback to false"
         )
+    if call.bypass is None and call.rotates:
+        require_whole(call.collective, call.parts)
 
 
 def _decision(group: Group, call: Call) -> _Decision:
@@ -193,6 +196,8 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
         if device.recorded is not None:
             call.recorded = _recorded(call, device, transport)
         contribution = call.plan.source.data.clone() if call.is_verified else None
+        if call.rotates:  # what is added up is not yet what the caller asked for
+            call.plan = replace(call.plan, output=call.plan.rotation.memory(call.plan.source))
 
         # 2. Compare calls, and agree on quantization steps.
         with span("agree", call.input.nbytes, counters):
@@ -232,9 +237,30 @@ def _exchange(call: Call, codec: Codec, device: Device, transport: Transport) ->
         counters.coders.clear()  # frames that were for nothing
     elif feedback:
         with span("encode", call.input.nbytes, counters):
-            feedback.keep(codec.remainder(call.plan.measured), call.config.quantizer.bits is None)
+            lost = codec.remainder(call.plan.measured)
+            if call.plan.rotation:
+                call.plan.rotation.back(lost.data, lost.data)
+            feedback.keep(lost, call.config.quantizer.bits is None)
             device.synchronize()  # a checkpoint reads it on another stream
+    if call.plan.rotation and not codec.bypass:
+        _turn_back(call, device, transport)
     return codec.bypass
+
+
+def _turn_back(call: Call, device: Device, transport: Transport) -> None:
+    """Put the sum of matrices into the caller's memory, and give all ranks the bases that are due after it."""
+    rotation, total, counters = call.plan.rotation, call.plan.output.data, call.counters
+    with span("decode", call.input.nbytes, counters):
+        rotation.back(total, total)
+        call.output.detach().view(-1).copy_(total)
+        rotation.follow(total)
+        message = rotation.new_bases(total.device)
+    if message is not None:
+        with span("wait", message.nbytes, counters), peer_errors("new bases of matrices"):
+            transport.plain.all_reduce(message).wait()
+        counters.wire_bytes += plain_wire_bytes(call.collective, message.nbytes, transport.world_size)
+        rotation.take(message)
+    device.synchronize()
 
 
 def _go_plain(call: Call, bypass: Bypass, device: Device, transport: Transport) -> None:
@@ -258,7 +284,7 @@ def _verify(group: Group, call: Call, contribution: Tensor, device: Device, tran
         transport.plain.all_reduce(exact, dist.ReduceOp.SUM).wait()
     device.synchronize()
     exact /= call.plan.divisor
-    result, whole = call.plan.output.data, call.collective == "all_reduce"
+    result, whole = call.output.detach().view(-1), call.collective == "all_reduce"
     if not whole:  # this rank's part, which a call through nodes has elsewhere in its layout
         exact = exact[group.rank * result.numel() :][: result.numel()]
     group.state.guard.verify(call.plan.verify_as or None, result, exact, whole, transport)
@@ -309,7 +335,10 @@ def _agree(group: Group, call: Call, device: Device, transport: Transport) -> Co
     together = 0 < nbytes <= most
     if together:
         source, measured = _measured(call, source, device)
-    comparison = RankComparison(call.described, transport.rank, transport.world_size)
+    described = call.described
+    if made.rotation:
+        described = {**described, "bases of matrices": made.rotation.checksum()}
+    comparison = RankComparison(described, transport.rank, transport.world_size)
     same_call = transport.start_comparison(comparison, call.counters, measured)
     if measures_at_once and not together:
         source, measured = _measured(call, source, device)
@@ -378,6 +407,8 @@ def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tenso
     with span("measure", source.data.nbytes, call.counters):
         if call.plan.feedback:
             source = call.plan.feedback.added_to(source)
+        if call.plan.rotation:
+            source = call.plan.rotation.into(source)
         if not device.in_batches:
             return source, measure(*_to_measure(call, source, device))
         return source, call.recorded.queue("measure", lambda: measure_on_gpu(*_to_measure(call, source, device)))
@@ -396,7 +427,8 @@ def _recorded(call: Call, device: Device, transport: Transport) -> RecordedCall:
     Only calls of which the host knows all sizes beforehand, and that are small enough for the host's time to matter.
     """
     made, forecasts = call.plan, getattr(transport, "forecasts", None)
-    if forecasts is None or made.within_node is not None or made.feedback or made.layout.numel > BATCH_ELEMENTS:
+    adds_up_at_once = made.within_node is None and not made.feedback and not made.rotation
+    if forecasts is None or not adds_up_at_once or made.layout.numel > BATCH_ELEMENTS:
         return NEVER
     lengths = forecasts.of(_forecast_key(call)).sizes
     if lengths is None:

@@ -46,6 +46,6 @@ class OfHorovod(Subject):
     def compressed(self, tensor: Tensor, config: Config) -> None:
         """Sum a tensor over ranks by a compressed all-reduce with the settings in `config`."""
         # Policies, steps and records do not matter for the speed of a link.
-        quantizer = config.quantizer.changed(error_feedback=False)
+        quantizer = config.quantizer.changed(error_feedback=False, rotation=False)
         compressor = NCZ(Config(quantizer=quantizer, entropy=config.entropy, transport=config.transport))
         allreduce(tensor, op=hvd.Sum, name="ncz.tune.compressed", compression=compressor)

@@ -115,7 +115,8 @@ class Compression(ModelCompression):
         """
         is_old = self._computed is not None and id(parameter) not in self._computed and parameter.grad is not None
         name, floats = self._names.get(id(parameter)), _floats_of(parameter)
-        return ParameterSlice(name, floats, feeds_back=not is_old, dimensions=parameter.dim())
+        shape = {"dimensions": parameter.dim(), "shape": _shape_in_memory(parameter)}
+        return ParameterSlice(name, floats, feeds_back=not is_old, **shape)
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
         """Average a sparse gradient, uncompressed and at once. DDP gives it a bucket of its own."""
@@ -236,6 +237,13 @@ def _with_gradients(model: DistributedDataParallel) -> set[int]:
 def _floats_of(parameter: Tensor) -> int:
     """Number of floats that a bucket has for a parameter: two for each complex number."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _shape_in_memory(parameter: Tensor) -> tuple[int, ...]:
+    """Its dimensions in the order in which a bucket has its elements, in floats."""
+    floats = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    by_stride = sorted(zip(floats.stride(), floats.shape), key=lambda each: -each[0])
+    return tuple(size for _, size in by_stride)
 
 
 def _result_of(done: Future) -> Tensor:

@@ -124,6 +124,7 @@ def _require_no_memory(config: Config) -> None:
     found = {
         "policies": config.policies,
         "quantizer.error_feedback": config.quantizer.feeds_back,
+        "quantizer.rotation": config.quantizer.rotates,
         "steps": config.steps != StepsConfig(),
         "guard.every": config.guard.every,
     }

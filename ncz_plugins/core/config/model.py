@@ -44,7 +44,9 @@ from .sections import (
 # Later steps don't average out the error of a weight. docs/results/convergence.md says what that of activations costs.
 ROLE_DEFAULTS: dict[str, QuantizerOverrides] = {
     "parameter": QuantizerOverrides(kind="lossless"),
-    "activation": QuantizerOverrides(kind="error_bound", mode="rms", value=0.1, block=128, error_feedback=False),
+    "activation": QuantizerOverrides(
+        kind="error_bound", mode="rms", value=0.1, block=128, error_feedback=False, rotation=False
+    ),
 }
 
 
@@ -102,6 +104,16 @@ class Config(Section):
                 raise ConfigError(
                     f"entropy.checksum: true, and {where} {quantizer.value:g} with mode bits: a fixed rate sends no "
                     "frames that could carry a checksum. Set one of them otherwise"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _no_rotation_at_fixed_rates(self) -> Config:
+        for where, quantizer in self._quantizers():
+            if quantizer.rotates and quantizer.bits is not None:
+                raise ConfigError(
+                    f"rotation: true, and {where} {quantizer.value:g} with mode bits: matrices are not "
+                    "turned at a fixed rate. Set another mode, or rotation to false"
                 )
         return self
 

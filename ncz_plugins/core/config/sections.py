@@ -66,8 +66,8 @@ class QuantizerConfig(Section):
     )
     block: Annotated[Block | None, BLOCK] = Field(
         default=None,
-        description=f"Elements that share a scale. 0: the whole tensor. null: {SCALE_BLOCK} with mode rms, else "
-        f"{CHUNK}. Mode abs ignores it, mode bits uses {RATE_BLOCK}.",
+        description=f"Elements that share a scale. 0: the whole tensor. null: {SCALE_BLOCK} with mode rms unless "
+        f"rotation is on, else {CHUNK}. Mode abs ignores it, mode bits uses {RATE_BLOCK}.",
     )
     seed: Annotated[Integer, Field(ge=0, lt=1 << 64), Allowed("an integer, 0 or more, below 2^64")] = Field(
         default=0,
@@ -77,6 +77,11 @@ class QuantizerConfig(Section):
         default=False,
         description="Add what a gradient loses to the parameter's next gradient. Takes 2 bytes per element on every "
         "rank (float64: 8).",
+    )
+    rotation: Annotated[Flag, FLAG] = Field(
+        default=False,
+        description="Code matrices in the singular vectors of their sums' momentum, in all-reduces of whole "
+        "parameters. For the optimizer Muon.",
     )
 
     @field_validator("value")
@@ -100,6 +105,11 @@ class QuantizerConfig(Section):
     def feeds_back(self) -> bool:
         """Whether sums use error feedback. Kind lossless loses nothing that could be fed back."""
         return self.error_feedback and self.kind != "lossless"
+
+    @property
+    def rotates(self) -> bool:
+        """Whether sums are coded in the singular vectors of their momentum."""
+        return self.rotation and self.kind != "lossless"
 
     @property
     def bits(self) -> int | None:
@@ -130,7 +140,7 @@ class QuantizerConfig(Section):
         if self.kind == "lossless" or self.mode in ("abs", "bits"):
             return 0
         if self.block is None:
-            return SCALE_BLOCK if self.mode == "rms" else CHUNK
+            return SCALE_BLOCK if self.mode == "rms" and not self.rotates else CHUNK
         return self.block
 
     def describe(self) -> str:
@@ -139,6 +149,7 @@ class QuantizerConfig(Section):
             return "lossless"
         kind = self.kind_in_effect.replace("_", " ")
         feedback = ", error feedback" if self.error_feedback else ""
+        feedback += ", rotation" if self.rotates else ""
         if self.bits is not None:
             return f"{kind}, {self.bits} bits per value{feedback}"
         block = self.block_in_effect
@@ -266,6 +277,7 @@ class QuantizerOverrides(Section):
     value: Annotated[BoundValue | None, BOUND_VALUE] = Field(default=None, description="Replaces quantizer.value.")
     block: Annotated[Block | None, BLOCK] = Field(default=None, description="Replaces quantizer.block.")
     error_feedback: Annotated[Flag | None, FLAG] = Field(default=None, description="Replaces quantizer.error_feedback.")
+    rotation: Annotated[Flag | None, FLAG] = Field(default=None, description="Replaces quantizer.rotation.")
 
     def applied_to(self, quantizer: QuantizerConfig) -> QuantizerConfig:
         """`quantizer` with these settings. Raises ConfigError if the mode does not allow the bound."""

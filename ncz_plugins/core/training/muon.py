@@ -13,6 +13,7 @@ from .policy import ParameterSlice, Policies
 
 PRESET = "ncclz:muon"
 _FINE = Config.load(PRESET).quantizer
+_ROTATED = 0.05  # a bound that was harmless where matrices are rotated
 _HARMLESS_BITS = 8  # the fewest bits of a fixed rate that were harmless
 Gradient = tuple[ParameterSlice, torch.dtype]
 _UNKNOWN: list[Gradient] = [(ParameterSlice(None, 1 << 30, dimensions=2), torch.float32)]
@@ -57,4 +58,4 @@ def _is_visible(quantizer: QuantizerConfig) -> bool:
         return quantizer.bits < _HARMLESS_BITS and not quantizer.feeds_back
     if quantizer.kind == "lossless" or quantizer.mode != "rms":
         return False
-    return quantizer.value > _FINE.value
+    return quantizer.value > (_ROTATED if quantizer.rotates else _FINE.value)

@@ -34,6 +34,7 @@ class ParameterSlice(NamedTuple):
         feeds_back: whether error feedback adds and renews the residual. False for a gradient that an earlier step
             computed, because its result may be dropped. Ranks may differ.
         dimensions: number of dimensions of the whole parameter. None: unknown; no policy that asks for a shape matches.
+        shape: of a whole parameter, the dimension that varies slowest in memory first; None: unknown.
     """
 
     name: str | None
@@ -42,6 +43,7 @@ class ParameterSlice(NamedTuple):
     numel: int | None = None
     feeds_back: bool = True
     dimensions: int | None = None
+    shape: tuple[int, ...] | None = None
 
     @property
     def of(self) -> int:

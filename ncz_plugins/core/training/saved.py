@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from torch import Tensor
 
 from ..config import first_problem
@@ -37,9 +38,33 @@ class _Group(_Section):
     guard: _Guard
 
 
+def _basis(saved: tuple[Tensor, int, Tensor]) -> tuple[Tensor, int, Tensor]:
+    entries, _, worth = saved
+    side = entries.shape[:1]
+    if (entries.dtype, entries.shape) != (torch.int16, 2 * side) or (worth.dtype, worth.shape) != (torch.float32, side):
+        raise ValueError("must be a square basis, int16, an exponent, and what directions are worth, float32")
+    return saved
+
+
+class _Matrix(_Section):
+    shape: tuple[_Count, _Count]
+    owner: _Count
+    sums: _Count
+    basis: Annotated[tuple[Tensor, int, Tensor], AfterValidator(_basis)] | None
+    momentum: Tensor | None
+
+    @model_validator(mode="after")
+    def _fit(self) -> _Matrix:
+        fits = self.basis is None or len(self.basis[0]) == min(self.shape)
+        if not fits or (self.momentum is not None and self.momentum.shape != (math.prod(self.shape),)):
+            raise ValueError("basis and momentum must have the sizes of the matrix")
+        return self
+
+
 class _OfRank(_Section):
     residuals: dict[str, Annotated[Tensor, AfterValidator(_residual)]]
     groups: dict[Annotated[str, StringConstraints(pattern=r"^\d+( \d+)*$")], _Group]
+    rotations: dict[str, _Matrix] = {}
 
 
 class _Saved(BaseModel):

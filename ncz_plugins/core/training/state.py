@@ -27,6 +27,7 @@ from .metrics import Metrics
 from .policy import ParameterSlice, Policies, Treatment
 from .records import Records
 from .report import CompressionReport
+from .rotation import Rotations
 from .saved import key_of, require_saved
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Training:
         ends_steps_in_order: whether all ranks end a step between the same two calls, so that calls can compare their
             step numbers. False under DDP, where another thread ends the step.
         residuals: residuals of error feedback.
+        rotations: bases that matrices are coded in.
         metrics: destinations of step records, on rank 0.
         rank, world_size: global rank and number of ranks; None: those of torch.distributed.
     """
@@ -64,6 +66,7 @@ class Training:
         self.stats = Statistics(_KEPT_STEPS)
         self.step = 0
         self.residuals = Residuals()
+        self.rotations = Rotations()
         self._records = Records(self.config)
         self._report = CompressionReport(self.config)
         self.rank: int | None = None
@@ -258,6 +261,8 @@ class Training:
             "residuals": dict(self.residuals.by_name),
             "groups": {" ".join(map(str, ranks)): state for ranks, state in groups.items()},
         }
+        if self.rotations.by_name:  # earlier versions don't know them
+            self._returned["rotations"] = self.rotations.state_dict()
         return {
             "format": _FORMAT,
             "world_size": world_size,
@@ -299,6 +304,12 @@ class Training:
         self._loaded = {}
         if state["world_size"] == ranks:  # all ranks of a group have the same state of it
             self._loaded = {tuple(map(int, key.split())): each for key, each in parts[saved_by]["groups"].items()}
+
+        # All ranks code in the same bases. Their momenta are kept by single ranks.
+        self.rotations = Rotations()
+        if state["world_size"] == ranks:
+            with outside_of_inference_mode():
+                self.rotations.load_state_dict(parts[saved_by].get("rotations", {}), is_own)
 
         # Restore residuals if they are this rank's; else say what is lost.
         self.residuals = Residuals()

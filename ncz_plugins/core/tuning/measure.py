@@ -146,7 +146,8 @@ class TorchRanks(Subject):
         self._speaks = nodes is None or nodes.speaks
         self._frames = Between(self.transport, nodes) if nodes and nodes.speaks else self.transport
         # A training of its own, so that measuring leaves no trace in that of the user.
-        self._training = Training(Config(quantizer=config.quantizer.changed(error_feedback=False)))
+        quantizer = config.quantizer.changed(error_feedback=False, rotation=False)
+        self._training = Training(Config(quantizer=quantizer))
         self.config = config
         self.rank = rank
         self.world_size = len(ranks)

@@ -85,6 +85,7 @@ def test_every_default_is_as_documented():
         "quantizer.block": None,
         "quantizer.seed": 0,
         "quantizer.error_feedback": False,
+        "quantizer.rotation": False,
         "entropy.coder": "auto",
         "entropy.predictor": "auto",
         "entropy.checksum": False,
@@ -558,7 +559,7 @@ def test_a_section_must_be_a_mapping(section, value):
 def test_an_unknown_key_is_named_with_the_closest_valid_one():
     assert message({"quantizer": {"bound_mode": "rms"}}) == (
         "quantizer.bound_mode: unknown key (value 'rms'); "
-        "did you mean quantizer.mode? allowed: kind, mode, value, block, seed, error_feedback"
+        "did you mean quantizer.mode? allowed: kind, mode, value, block, seed, error_feedback, rotation"
     )
 
 

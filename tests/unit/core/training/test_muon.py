@@ -36,6 +36,7 @@ def test_the_warning_names_optimizer_setting_cost_and_remedy(name):
         Config.load(PRESET),
         Config(policies=[{"shape": "matrix", "quantizer": Config.load(PRESET).quantizer.model_dump(exclude={"seed"})}]),
         Config(policies=[{"shape": "matrix", "action": "skip"}]),
+        Config(quantizer={"kind": "error_bound", "value": 0.05, "error_feedback": True, "rotation": True}),
         Config(quantizer={"kind": "lossless"}),
         Config(quantizer={"mode": "abs", "value": 1}),  # nobody has measured that
         Config(quantizer={"mode": "bits", "value": 8}),
