@@ -236,8 +236,7 @@ def parts_of(
     if parts is None:
         # A flat tensor without a name may be a bucket of matrices.
         is_known = name is not None or tensor.dim() > 1
-        shape, dimensions = (tuple(tensor.shape), tensor.dim()) if is_known else (None, None)
-        return [ParameterSlice(name, tensor.numel(), dimensions=dimensions, shape=shape)]
+        return [ParameterSlice(name, tensor.numel(), shape=tuple(tensor.shape) if is_known else None)]
     if name is not None:
         raise ValueError(f"{collective}: pass name or parts, not both, got name={name!r}")
     if (elements := sum(part.length for part in parts)) != tensor.numel():

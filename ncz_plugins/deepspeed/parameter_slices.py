@@ -32,7 +32,7 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
         gradients: contiguous. All gradients that may be reduced now.
     """
     spans = sorted(
-        ((each.data_ptr(), each.numel(), name, each.dim()) for name, each in gradients if each.numel()),
+        ((each.data_ptr(), each.numel(), name, tuple(each.shape)) for name, each in gradients if each.numel()),
         key=itemgetter(0),
     )
     starts = [start for start, *_ in spans]
@@ -41,14 +41,14 @@ def parts_of(tensors: Iterable[Tensor], gradients: Iterable[NamedGradient]) -> t
         address, left = tensor.data_ptr(), tensor.numel()
         while left:
             at = bisect_right(starts, address) - 1
-            begin, numel, name, dimensions = spans[at] if at >= 0 else (address, 0, None, None)
+            begin, numel, name, shape = spans[at] if at >= 0 else (address, 0, None, None)
             start = (address - begin) // tensor.element_size()
             if start >= numel:  # the address lies behind the nearest gradient
                 parts.append(ParameterSlice(None, left))
                 unknown += left
                 break
             length = min(left, numel - start)
-            part = ParameterSlice(name, length, start, numel, dimensions=dimensions)
+            part = ParameterSlice(name, length, start, numel, shape=shape)
             parts.append(_padding(length) if name is PADDING else part)
             unknown += length if name is None else 0
             address, left = address + length * tensor.element_size(), left - length
@@ -98,7 +98,7 @@ def trained_by_muon(engine) -> list[Gradient]:
     for parameter, name in engine.param_names.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 may leave a rank nothing but this
         if len(shape) >= 2 and getattr(parameter, "use_muon", True):
-            found.append((ParameterSlice(name, shape.numel(), dimensions=len(shape)), parameter.dtype))
+            found.append((ParameterSlice(name, shape.numel(), shape=tuple(shape)), parameter.dtype))
     return found
 
 

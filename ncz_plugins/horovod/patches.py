@@ -190,7 +190,7 @@ def _matrices(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch
     """Gradients of the matrices that an optimizer trains."""
     names = {id(parameter): name for name, parameter in named or ()}
     return [
-        (ParameterSlice(names.get(id(each)), each.numel(), dimensions=each.dim()), each.dtype)
+        (ParameterSlice(names.get(id(each)), each.numel(), shape=tuple(each.shape)), each.dtype)
         for group in optimizer.param_groups
         for each in group["params"]
         if each.dim() >= 2

@@ -146,7 +146,7 @@ class ReductionHandle:
                 self.name,
                 index,
                 tensor,
-                ParameterSlice(name, tensor.numel(), dimensions=tensor.dim()),
+                ParameterSlice(name, tensor.numel(), shape=tuple(tensor.shape)),
                 ParameterSlice(name and label + name, tensor.numel()),
                 record_event(tensor.device),
             )

@@ -58,7 +58,7 @@ class _Watched:
     def __init__(self, training: Training, parameters: Iterable[tuple[str, Tensor]]):
         self._training = weakref.ref(training)
         self._parts = {
-            id(each): (ParameterSlice(name, each.numel(), dimensions=each.dim()), each.dtype)
+            id(each): (ParameterSlice(name, each.numel(), shape=tuple(each.shape)), each.dtype)
             for name, each in parameters
         }
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

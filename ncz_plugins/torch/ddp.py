@@ -115,8 +115,7 @@ class Compression(ModelCompression):
         """
         is_old = self._computed is not None and id(parameter) not in self._computed and parameter.grad is not None
         name, floats = self._names.get(id(parameter)), _floats_of(parameter)
-        shape = {"dimensions": parameter.dim(), "shape": _shape_in_memory(parameter)}
-        return ParameterSlice(name, floats, feeds_back=not is_old, **shape)
+        return ParameterSlice(name, floats, feeds_back=not is_old, shape=_shape_in_memory(parameter))
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
         """Average a sparse gradient, uncompressed and at once. DDP gives it a bucket of its own."""
@@ -240,10 +239,10 @@ def _floats_of(parameter: Tensor) -> int:
 
 
 def _shape_in_memory(parameter: Tensor) -> tuple[int, ...]:
-    """Its dimensions in the order in which a bucket has its elements, in floats."""
-    floats = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    by_stride = sorted(zip(floats.stride(), floats.shape), key=lambda each: -each[0])
-    return tuple(size for _, size in by_stride)
+    """Its dimensions in the order in which a bucket has its elements. The last one is in floats."""
+    by_stride = sorted(zip(parameter.stride(), parameter.shape), key=lambda each: -each[0])
+    *sizes, last = [size for _, size in by_stride] or [1]
+    return *sizes, last * (2 if parameter.is_complex() else 1)
 
 
 def _result_of(done: Future) -> Tensor:

@@ -124,7 +124,7 @@ class Compression(ModelCompression):
         if not self.training.config.policies:  # one name is compared faster
             return {"name": name, "kept_as": kept_as}
         parts = [
-            ParameterSlice(own, each.elements, start, each.parameter.numel(), dimensions=each.parameter.dim())
+            ParameterSlice(own, each.elements, start, each.parameter.numel(), shape=tuple(each.parameter.shape))
             for start, (own, each) in zip(starts, shares)
         ]
         return {"parts": parts, "kept_as": kept_as}

@@ -109,12 +109,14 @@ def test_policies(group):
 @pytest.mark.parametrize("strided", [False, True])
 def test_policies_of_what_is_scattered(group, hierarchy, strided):
     """Each rank gets its share of each parameter, with what error feedback keeps by other names."""
-    shares = [("weight", 30_000, 2), ("bias", 40, 1), ("other", 20_000, 2)]
+    shares = [("weight", 30_000, (300, -1)), ("bias", 40, (-1,)), ("other", 20_000, (200, -1))]  # -1: the rest
     parts, kept_as = (
         [
-            ParameterSlice(f"{prefix}{name}", n, r * n, world_size * n, dimensions=dimensions)
+            ParameterSlice(
+                f"{prefix}{name}", n, r * n, world_size * n, shape=torch.empty(world_size * n).view(shape).shape
+            )
             for r in range(world_size)
-            for name, n, dimensions in shares
+            for name, n, shape in shares
         ]
         for prefix in ("", "kept ")
     )

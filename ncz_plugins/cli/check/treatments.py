@@ -88,7 +88,7 @@ def matches(model: nn.Module, config: Config) -> list[Match]:
 
 
 def _whole(name: str, parameter: torch.Tensor) -> ParameterSlice:
-    return ParameterSlice(name, parameter.numel(), dimensions=parameter.dim())
+    return ParameterSlice(name, parameter.numel(), shape=tuple(parameter.shape))
 
 
 def _treatment(policies: Policies, config: Config, part: ParameterSlice, dtype: torch.dtype, step: int) -> Treatment:

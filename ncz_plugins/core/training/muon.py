@@ -16,7 +16,7 @@ _FINE = Config.load(PRESET).quantizer
 _ROTATED = 0.05  # a bound that was harmless where matrices are rotated
 _HARMLESS_BITS = 8  # the fewest bits of a fixed rate that were harmless
 Gradient = tuple[ParameterSlice, torch.dtype]
-_UNKNOWN: list[Gradient] = [(ParameterSlice(None, 1 << 30, dimensions=2), torch.float32)]
+_UNKNOWN: list[Gradient] = [(ParameterSlice(None, 1 << 30, shape=(1 << 15, 1 << 15)), torch.float32)]
 
 
 def is_muon(optimizer: object) -> bool:

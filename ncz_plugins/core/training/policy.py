@@ -33,8 +33,8 @@ class ParameterSlice(NamedTuple):
             treated like the slice before it. NO_SIZE: no policy that asks for a size matches.
         feeds_back: whether error feedback adds and renews the residual. False for a gradient that an earlier step
             computed, because its result may be dropped. Ranks may differ.
-        dimensions: number of dimensions of the whole parameter. None: unknown; no policy that asks for a shape matches.
-        shape: of a whole parameter, the dimension that varies slowest in memory first; None: unknown.
+        shape: of the whole parameter, the dimension that varies slowest in memory first. None: unknown; no policy that
+            asks for a shape matches.
     """
 
     name: str | None
@@ -42,8 +42,12 @@ class ParameterSlice(NamedTuple):
     start: int = 0
     numel: int | None = None
     feeds_back: bool = True
-    dimensions: int | None = None
     shape: tuple[int, ...] | None = None
+
+    @property
+    def dimensions(self) -> int | None:
+        """Number of dimensions of the whole parameter; None: unknown."""
+        return None if self.shape is None else len(self.shape)
 
     @property
     def of(self) -> int:

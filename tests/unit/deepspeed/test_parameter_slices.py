@@ -41,7 +41,7 @@ def expected(gradients, pieces) -> tuple[list[ParameterSlice], int]:
         if name == PADDING:
             found.append(ParameterSlice(None, piece.numel(), numel=0))
         else:
-            found.append(ParameterSlice(name, piece.numel(), start, gradient.numel(), dimensions=gradient.dim()))
+            found.append(ParameterSlice(name, piece.numel(), start, gradient.numel(), shape=tuple(gradient.shape)))
             unknown += piece.numel() if name is None else 0
     return found, unknown
 
@@ -79,7 +79,7 @@ def test_memory_of_no_gradient_is_unknown():
     before, past = ([ParameterSlice(None, 2)], 2), ([ParameterSlice(None, 5)], 5)
     assert parts_of([buffer[5:]], gradients) == past
     assert parts_of([buffer[:2]], gradients) == before
-    known = ParameterSlice("a", 2, 1, 3, dimensions=1)
+    known = ParameterSlice("a", 2, 1, 3, shape=(3,))
     assert parts_of([buffer[3:7]], gradients) == ([known, ParameterSlice(None, 2)], 2)
     assert parts_of([buffer[:0]], gradients) == ([], 0)
     assert parts_of([buffer[:2]], []) == before

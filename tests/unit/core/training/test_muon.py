@@ -53,7 +53,7 @@ def test_the_policies_for_the_matrices_that_it_trains_count():
     config = Config.load(PRESET).model_copy(
         update={"policies": Config(policies=[{"name": "head.*", "quantizer": {"value": 1}}]).policies}
     )
-    body, head = (ParameterSlice(f"{name}.weight", 9, dimensions=2) for name in ("body", "head"))
+    body, head = (ParameterSlice(f"{name}.weight", 9, shape=(3, 3)) for name in ("body", "head"))
     assert advice(config, matrices=[(body, torch.float32)]) is None
     assert "head.weight" in advice(config, matrices=[(body, torch.float32), (head, torch.float32)])
 

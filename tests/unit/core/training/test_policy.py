@@ -117,18 +117,18 @@ def test_the_size_is_that_of_the_whole_parameter():
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "because"),
+    ("shape", "because"),
     [
-        (0, "policies[1]"),
-        (1, "policies[1]"),
-        (2, "policies[0]"),
-        (4, "policies[0]"),  # the kernels of a convolution
+        ((), "policies[1]"),
+        ((5000,), "policies[1]"),
+        ((50, 100), "policies[0]"),
+        ((10, 20, 5, 5), "policies[0]"),  # the kernels of a convolution
         (None, "default"),  # unknown
     ],
 )
-def test_a_policy_for_shapes_asks_for_the_dimensions_of_the_whole_parameter(dimensions, because):
+def test_a_policy_for_shapes_asks_for_the_dimensions_of_the_whole_parameter(shape, because):
     config = Config(policies=[{"shape": "matrix", "quantizer": {"value": 0.1}}, {"shape": "vector", "action": "skip"}])
-    shard = ParameterSlice("weight", 50, 200, 5000, dimensions=dimensions)
+    shard = ParameterSlice("weight", 50, 200, 5000, shape=shape)
     assert Policies(config).treatment(shard, torch.float32, "gradient", step=0).because == because
 
 
