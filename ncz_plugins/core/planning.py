@@ -143,7 +143,7 @@ def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
     rotation = None
     if call.rotates:
-        rotation = Rotation(group.training.rotations, group.own_names(call.parts), group.rank, n)
+        rotation = Rotation(group.training.rotations, group.own_names(call.parts), group.rank, group.ranks)
     # The guard compares what all ranks have. Of a reduce one rank has the result.
     verifies = call.collective != "reduce" and group.state.guard.picks(group.training.step)
     return Plan(

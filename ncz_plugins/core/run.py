@@ -128,7 +128,7 @@ def decide(group: Group, call: Call) -> None:
             "name=, names= or parts=, or set quantizer.error_feedback to false"
         )
     if call.bypass is None and call.rotates:
-        require_whole(call.collective, call.parts)
+        require_whole(call.collective, call.parts, call.input.dtype)
 
 
 def _decision(group: Group, call: Call) -> _Decision:

@@ -22,6 +22,7 @@ from ..core.runtime.statistics import Counters, Statistics
 from ..core.training.baseline import Baseline
 from ..core.training.metrics import scalars
 from ..core.training.policy import ParameterSlice
+from ..core.training.rotation import refuse
 from ..core.training.state import Training
 from ..core.transport.handshake import compare_ranks, meet
 from ..version import __version__
@@ -228,6 +229,7 @@ def _read(deepspeed_config) -> Config | None:
     except ConfigError as error:
         raise ConfigError(f"{DEEPSPEED_KEY}: {error}") from None
     if config is not None:
+        refuse(config, "DeepSpeed")
         _refuse_unsupported_options(deepspeed_config, config)
     return config
 

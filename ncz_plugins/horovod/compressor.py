@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.runtime.statistics import Statistics
+from ..core.training.rotation import refuse
 from ..core.training.state import Training
 from ..core.tuning.tuning_file import apply_tuning_file
 
@@ -250,6 +251,7 @@ def _resolved(source) -> Config:
         raise ConfigError(
             f'roles: {list(config.roles)}: under Horovod only gradients are compressed; allowed: ["gradient"]'
         )
+    refuse(config, "Horovod")
     if isinstance(config.transport.hierarchy, int):
         raise ConfigError(
             f"transport.hierarchy: {config.transport.hierarchy}: Horovod can't send between chosen ranks, so "

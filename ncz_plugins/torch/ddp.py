@@ -61,7 +61,9 @@ class Compression(ModelCompression):
         self.communicator = Communicator(config, group, training)
         super().__init__(self.communicator.training)
         self.training.ends_steps_in_order = False  # calls of another model may come before `_end_step`
-        self._names = {id(parameter): name_of(name) for name, parameter in named_parameters}
+        named = list(named_parameters)
+        self._names = {id(parameter): name_of(name) for name, parameter in named}
+        self._shapes = {id(parameter): _shape_in_memory(parameter) for _, parameter in named}
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._last: Handle | None = None  # of this pass; None after its last bucket
         self._computed: set[int] | None = None  # ids of the parameters with a gradient of this pass; None: all have one
@@ -115,7 +117,7 @@ class Compression(ModelCompression):
         """
         is_old = self._computed is not None and id(parameter) not in self._computed and parameter.grad is not None
         name, floats = self._names.get(id(parameter)), _floats_of(parameter)
-        return ParameterSlice(name, floats, feeds_back=not is_old, shape=_shape_in_memory(parameter))
+        return ParameterSlice(name, floats, feeds_back=not is_old, shape=self._shapes.get(id(parameter)))
 
     def _average_sparse(self, gradient: Tensor, is_last: bool) -> Future:
         """Average a sparse gradient, uncompressed and at once. DDP gives it a bucket of its own."""

@@ -25,6 +25,7 @@ from ..core.config import Config
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.training.baseline import Baseline
 from ..core.training.policy import ParameterSlice
+from ..core.training.rotation import refuse
 from ..core.training.state import Training
 from ..core.transport.groups import require_group
 from . import private
@@ -327,7 +328,9 @@ def compress(
     reductions = _reductions_of(modules, replicas, within_replicas)
     if training is None:
         training, config = Training(config), None  # None: the communicators take the training's settings
-    roles = (training.config if config is None else Config.load(config)).roles
+    asked = training.config if config is None else Config.load(config)
+    refuse(asked, "FSDP2")
+    roles = asked.roles
     sends_weights = "parameter" in roles
     if keep_weights and not sends_weights:
         raise ConfigError(

@@ -5,14 +5,14 @@ Each test plays its calls under ordinary settings, and then under hostile ones.
 
 import locale
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import digest, rank, world_size
+from on_rank import digest, rank, same_on_all_ranks, world_size
 from scenarios import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,6 +140,25 @@ def test_fixed_rate(group):
     for dtype in (torch.float32, torch.bfloat16):
         quantizer = {"mode": "bits", "value": 4}
         unchanged(lambda dtype=dtype, quantizer=quantizer: collectives(group, dtype, {"quantizer": quantizer}))
+
+
+def rotated(group) -> list[torch.Tensor]:
+    """Sums of a matrix of tiny values, in the bases that earlier sums have given it."""
+    quantizer = {"kind": "error_bound", "value": 0.05, "error_feedback": True, "rotation": True}
+    with Communicator(SMALL | {"quantizer": quantizer}, group) as communicator:
+        sums = [(1e-36 * own(64 * 96, seed=step)).view(64, 96) for step in range(3)]
+        for each in sums:
+            communicator.all_reduce(each, name="weight")
+        assert communicator.stats.total.bypasses == {}
+    return sums
+
+
+@ranks(2)
+def test_matrices_in_bases_of_their_own_are_the_same_on_ranks_with_other_settings(group):
+    """The number of threads changes what products into a basis are rounded to, on that rank, and so the codes."""
+    with hostile(torch.bfloat16, "cpu", False) if rank == 0 else nullcontext():
+        sums = rotated(group)
+    same_on_all_ranks(list(map(digest, sums)), group)
 
 
 @ranks(2)

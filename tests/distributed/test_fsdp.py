@@ -481,6 +481,8 @@ def test_what_can_not_be_served_is_refused(group):
         raises(UnsupportedError, lambda: fsdp.compress(old), "FSDP1", "fully_shard")
     raises(UnsupportedError, lambda: fsdp.compress(sharded(), replicas=dist.group.WORLD), "different shards")
     raises(MismatchError, lambda: fsdp.compress(sharded(), {"quantizer": {"value": 0.1 + rank}}), "value")
+    rotated = {"quantizer": {"rotation": True}}
+    raises(UnsupportedError, lambda: fsdp.compress(sharded(), rotated), "quantizer.rotation", "FSDP2", "ncclz:muon")
     kept = FSDPModule.set_custom_reduce_scatter
     del FSDPModule.set_custom_reduce_scatter  # as in torch 2.8
     try:

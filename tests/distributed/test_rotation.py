@@ -5,13 +5,15 @@ import math
 
 import torch
 import torch.distributed as dist
-from on_rank import device, digest, rank, same_on_all_ranks, values, world_size
+from on_rank import device, digest, raises, rank, same_on_all_ranks, values, world_size
 from scenarios import ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ncz_plugins import Communicator
+from ncz_plugins.core.errors import MismatchError
 from ncz_plugins.core.training.policy import ParameterSlice
+from ncz_plugins.core.training.state import Training
 from ncz_plugins.torch import ddp
 
 PARTS = [
@@ -80,6 +82,37 @@ def test_gradients_of_ddp_in_any_memory_format(group):
             assert error < 0.2
     same_on_all_ranks([digest(parameter.grad) for parameter in module.parameters()], group)
     assert compression.training.stats.total.bypasses == {}
-    known = compression.training.rotations.by_name
+    known = {name.rpartition("/")[2]: each for name, each in compression.training.rotations.by_name.items()}
     assert known["0.weight"].shape == (16, 72) and known["4.weight"].shape == (40, 256)
     compression.close()
+
+
+@ranks(3)
+def test_ranks_in_several_groups_find_the_same_owners(group):
+    """Two of the ranks have added up another matrix before, by themselves."""
+    pair, training = dist.new_group([0, 1]), Training(SETTINGS)
+    part = [ParameterSlice("weight", 64 * 64, shape=(64, 64))]
+    if rank < 2:
+        with Communicator(None, pair, training) as communicator:
+            for step in range(3):
+                communicator.all_reduce(values(rank, 64 * 64, seed=step), parts=[part[0]._replace(name="expert")])
+    with Communicator(None, group, training) as communicator:
+        for step in range(6):
+            tensor = values(rank, 64 * 64, seed=step)
+            communicator.all_reduce(tensor, parts=part)
+    same_on_all_ranks(digest(tensor), group)
+    dist.destroy_process_group(pair)
+
+
+@ranks(2)
+def test_ranks_that_code_in_different_bases_are_told(group):
+    """Each rank goes on with the state of another run."""
+    states = []
+    for run in range(2):
+        with Communicator(SETTINGS, group) as communicator:
+            for step in range(2):
+                communicator.all_reduce(values(rank, NUMEL, seed=100 * run + step), parts=PARTS)
+            states.append(communicator.training.state_dict())
+    with Communicator(SETTINGS, group) as communicator:
+        communicator.training.load_state_dict(states[rank])
+        raises(MismatchError, lambda: communicator.all_reduce(values(rank, NUMEL), parts=PARTS), "bases of matrices")

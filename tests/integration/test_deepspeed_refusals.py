@@ -75,6 +75,11 @@ CASES = {
         "UnsupportedError",
         ["zero_quantized_gradients: true", "communication_compression"],
     ),
+    "matrices of which there are parts": (
+        [config({"policies": [{"shape": "matrix", "quantizer": {"rotation": True}}]})] * RANKS,
+        "UnsupportedError",
+        ["quantizer.rotation", "DeepSpeed", "in policies as well", "ncclz:muon"],
+    ),
     "reduction to one rank": (
         [config(zero={"use_multi_rank_bucket_allreduce": False})] * RANKS,
         "UnsupportedError",

@@ -105,6 +105,11 @@ CASES = {
         ConfigError,
         ["transport.hierarchy: 2", "auto, off"],
     ),
+    "matrices that are joined": (
+        lambda: NCZ(quantizer={"rotation": True}),
+        UnsupportedError,
+        ["quantizer.rotation", "Horovod", "ncclz:muon"],
+    ),
     "invalid file in the environment": (from_environment, ConfigError, ["invalid.yaml", "quantizer.valeu"]),
     "adasum": (lambda: optimizer(NCZ, op=hvd.Adasum), UnsupportedError, ["Adasum", "compression=NCZ"]),
     "adasum with an instance": (

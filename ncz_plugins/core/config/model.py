@@ -123,6 +123,11 @@ class Config(Section):
             return self.quantizer
         return ROLE_DEFAULTS[role].applied_to(self.quantizer)
 
+    @property
+    def rotates(self) -> bool:
+        """Whether any sums are coded in the singular vectors of their momentum."""
+        return any(quantizer.rotates for _, quantizer in self._quantizers())
+
     def _quantizers(self) -> Iterator[tuple[str, QuantizerConfig]]:
         """All quantizers that tensors may get, each with the key of its value."""
         yield "quantizer.value", self.quantizer

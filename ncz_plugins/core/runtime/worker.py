@@ -172,6 +172,7 @@ class Worker:
 
 def _run(jobs: queue.SimpleQueue) -> None:
     """Run (job, future) pairs until None comes. Not a method, as the thread must not keep its owner alive."""
+    torch.set_flush_denormal(False)  # a thread begins with what is set on the one that makes it
     while (item := jobs.get()) is not None:
         job, future = item
         try:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..codec.layout import Window
+from ..config import Config
 from ..errors import UnsupportedError
 from .policy import ParameterSlice
 
@@ -69,6 +70,7 @@ class Matrix:
         sums: compressed sums so far.
         basis: of its shorter side; None before the first one, and for vectors.
         momentum: of the sums, on the owner alone, float32, [rows * columns].
+        checksum: of the basis.
     """
 
     def __init__(self, shape: tuple[int, int], owner: int):
@@ -77,6 +79,13 @@ class Matrix:
         self.sums = 0
         self.basis: Basis | None = None
         self.momentum: Tensor | None = None
+        self.checksum = 0
+
+    def use(self, basis: Basis) -> None:
+        """Code in a basis from now on."""
+        self.basis = basis
+        told = basis.entries.flatten(), basis.worth.view(torch.int16)
+        self.checksum = zlib.crc32(torch.cat(told).cpu().numpy().tobytes(), basis.exponent)
 
     @property
     def side(self) -> int:
@@ -124,7 +133,12 @@ class Matrix:
 
 
 class Rotations:
-    """Matrices of this rank by name, in the order in which they came first, which is the same on all ranks."""
+    """Matrices of this rank.
+
+    Attributes:
+        by_name: by the ranks that add them up and the parameter's name, such as "0 1/fc.weight". Those of a group
+            come in the same order on all its ranks.
+    """
 
     def __init__(self):
         self.by_name: dict[str, Matrix] = {}
@@ -136,13 +150,15 @@ class Rotations:
         bases = sum(each.basis.entries.nbytes + each.basis.worth.nbytes for each in kept if each.basis is not None)
         return bases + sum(each.momentum.nbytes for each in kept if each.momentum is not None)
 
-    def of(self, part: ParameterSlice, ranks: int) -> Matrix:
+    def of(self, part: ParameterSlice, group: Sequence[int]) -> Matrix:
         """The matrix of a parameter: its first dimension by all others. A new one is owned by each rank in turn."""
         rows = part.shape[0] if len(part.shape) > 1 else 1
         shape = rows, part.length // max(rows, 1)
-        found = self.by_name.get(part.name)
+        prefix = " ".join(map(str, group)) + "/"
+        found = self.by_name.get(prefix + part.name)
         if found is None or found.shape != shape:
-            found = self.by_name[part.name] = Matrix(shape, len(self.by_name) % ranks)
+            before = sum(name.startswith(prefix) and each.side > 1 for name, each in self.by_name.items())
+            found = self.by_name[prefix + part.name] = Matrix(shape, before % len(group))
         return found
 
     def state_dict(self) -> dict[str, dict]:
@@ -160,7 +176,7 @@ class Rotations:
             matrix.sums = saved["sums"]
             if saved["basis"] is not None:
                 entries, exponent, worth = saved["basis"]
-                matrix.basis = Basis(entries.clone(), exponent, worth.clone())
+                matrix.use(Basis(entries.clone(), exponent, worth.clone()))
             if is_own and saved["momentum"] is not None:
                 matrix.momentum = saved["momentum"].clone()
 
@@ -171,16 +187,19 @@ class Rotation:
     Args:
         rotations: of this rank.
         parts: whole parameters with their shapes, which make up the tensor of the call.
-        rank, ranks: this rank's number and how many there are.
+        rank: this rank's number among them.
+        group: the ranks that add up, by their numbers in the program.
     """
 
-    def __init__(self, rotations: Rotations, parts: Sequence[ParameterSlice], rank: int, ranks: int):
-        self._matrices = [rotations.of(part, ranks) for part in parts if part.length]
+    def __init__(self, rotations: Rotations, parts: Sequence[ParameterSlice], rank: int, group: Sequence[int]):
+        self._matrices = [rotations.of(part, group) for part in parts if part.length]
         self._rank = rank
 
     def checksum(self) -> int:
         """A number by which ranks tell whether they code in the same bases."""
-        return zlib.crc32(repr([(each.shape, each.owner, each.sums) for each in self._matrices]).encode())
+        return zlib.crc32(
+            repr([(each.shape, each.owner, each.sums, each.checksum) for each in self._matrices]).encode()
+        )
 
     def memory(self, source: Window) -> Window:
         """Memory for values in the bases, float32 or float64."""
@@ -190,17 +209,19 @@ class Rotation:
     def into(self, source: Window) -> Window:
         """`source` in the bases of its matrices, in memory of its own."""
         turned = self.memory(source)
-        for matrix, given, found in self._each(source.data, turned.data):
-            tall = matrix.tall(given.to(found.dtype))
-            found.view(tall.shape).copy_(matrix.into(tall))
+        with _without_autocast(source.data):
+            for matrix, given, found in self._each(source.data, turned.data):
+                tall = matrix.tall(given.to(found.dtype))
+                found.view(tall.shape).copy_(matrix.into(tall))
         return turned
 
     def back(self, turned: Tensor, output: Tensor) -> None:
         """Put what values in the bases stand for into `output`, [elements]; may be the memory of `turned`."""
-        for matrix, given, found in self._each(turned, output):
-            rows, columns = matrix.shape
-            tall = given.view(max(rows, columns), min(rows, columns))
-            found.copy_(matrix.flat(matrix.back(tall)))
+        with _without_autocast(turned):
+            for matrix, given, found in self._each(turned, output):
+                rows, columns = matrix.shape
+                tall = given.view(max(rows, columns), min(rows, columns))
+                found.copy_(matrix.flat(matrix.back(tall)))
 
     def follow(self, total: Tensor) -> None:
         """Learn from the sum of a call, [elements]."""
@@ -225,7 +246,7 @@ class Rotation:
         for matrix, own in zip(due, summed.view(torch.int16).split([_size_of(each.side) for each in due])):
             entries, worth, exponent = own.split([matrix.side**2, 2 * matrix.side, 1])
             entries, worth = entries.clone().view(matrix.side, -1), worth.clone().view(torch.float32)
-            matrix.basis = Basis(entries, int(exponent), worth)
+            matrix.use(Basis(entries, int(exponent), worth))
 
     def _due(self) -> list[Matrix]:
         return [each for each in self._matrices if each.is_due]
@@ -236,20 +257,38 @@ class Rotation:
         return zip(self._matrices, one.split(sizes), other.split(sizes))
 
 
-def require_whole(collective: str, parts: Sequence[ParameterSlice]) -> None:
+def require_whole(collective: str, parts: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
     """Raise UnsupportedError, saying what to do, unless a call can code its matrices in bases of their own."""
-    broken = [
-        part.name
-        for part in parts
-        if part.length and (part.name is None or part.shape is None or math.prod(part.shape) != part.length)
-    ]
-    if collective == "all_reduce" and not broken:
-        return
-    problem = f"of {broken[0] or 'a tensor without a name'} there is a part" if broken else f"got {collective}"
-    raise UnsupportedError(
-        f"quantizer.rotation is on and needs all-reduces of whole parameters with names and shapes, as of DDP; "
-        f"{problem}: set quantizer.rotation to false"
-    )
+    problems = [_problem(part) for part in parts if part.length]
+    if dtype == torch.float16:  # a sum in the basis may be below its largest number where an element is not
+        problems.append("float16 may overflow")
+    if collective != "all_reduce":
+        problems.append(f"got {collective}")
+    if found := next(filter(None, problems), None):
+        raise UnsupportedError(
+            "quantizer.rotation is on and needs all-reduces of whole parameters with names and shapes, as of DDP, not "
+            f"in float16; {found}: set quantizer.rotation to false"
+        )
+
+
+def _problem(part: ParameterSlice) -> str | None:
+    if part.name is None or part.shape is None:
+        return f"the shape of {part.name} is not known" if part.name else "a tensor has no name"
+    return None if math.prod(part.shape) == part.length else f"of {part.name} there is a part"
+
+
+def refuse(config: Config, where: str) -> None:
+    """Raise UnsupportedError if matrices are to be coded in bases of their own where there are none."""
+    if config.rotates:
+        raise UnsupportedError(
+            f"quantizer.rotation is on, and {where} gives parts of parameters to be added up, or joins them: set "
+            "quantizer.rotation to false, in policies as well, or take ncclz:muon"
+        )
+
+
+def _without_autocast(tensor: Tensor) -> torch.autocast:
+    """Context in which products have the dtype of their factors, whatever the caller's thread is set to."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _summable(values: Tensor, terms: int) -> Tensor:
@@ -272,7 +311,8 @@ def _numbers_of(matrix: Matrix, device: torch.device) -> Tensor:
         matrix.momentum = torch.zeros(math.prod(matrix.shape), dtype=torch.float32, device=device)
     tall = matrix.tall(matrix.momentum.to(device))
     tall = tall / tall.abs().amax().clamp_min(_TINY)  # whose squares don't overflow
-    squares, basis = _eigen(tall.T @ tall)
+    with _without_autocast(tall):
+        squares, basis = _eigen(tall.T @ tall)
     worth = squares.clamp_min(0).sqrt() / squares.clamp_min(0).mean().sqrt().clamp_min(_TINY) + LEAST_WORTH
 
     # Directions of all kinds stand beside each other, so that blocks of values, which share a scale, are alike.

@@ -28,7 +28,7 @@ def gradient(numel: int, seed: int = 0) -> torch.Tensor:
 def learnt(*shapes, sums: int = 4) -> tuple[Rotations, Rotation]:
     """What the only rank knows after some sums."""
     rotations, given = Rotations(), parts(*shapes)
-    rotation = Rotation(rotations, given, 0, 1)
+    rotation = Rotation(rotations, given, 0, (0,))
     for seed in range(sums):
         rotation.follow(gradient(sum(part.length for part in given), seed))
         if (message := rotation.new_bases(torch.device("cpu"))) is not None:
@@ -116,7 +116,7 @@ def test_each_coefficient_keeps_the_bound(ranks):
     def body(communicator):
         rotations, found = communicator.training.rotations, []
         for step in range(sums):
-            rotation = Rotation(rotations, given, communicator.rank, ranks)
+            rotation = Rotation(rotations, given, communicator.rank, range(ranks))
             own = [gradient(numel, 100 * step + rank) for rank in range(ranks)]
             into = torch.stack([rotation.into(Window(each)).data for each in own])
             blocks = into.split(communicator.config.quantizer.block_in_effect, dim=1)
@@ -147,12 +147,12 @@ def test_what_is_not_finite_goes_plain_and_teaches_nothing():
         tensor = gradient(4096, communicator.rank)
         communicator.all_reduce(tensor, parts=given)
         state = communicator.training.rotations.state_dict()
-        sums, momentum = state["p0"]["sums"], state["p0"]["momentum"]
+        sums, momentum = state["0 1/p0"]["sums"], state["0 1/p0"]["momentum"]
         momentum = None if momentum is None else momentum.clone()
         bad = gradient(4096, communicator.rank)
         bad[7] = [math.nan, math.inf][communicator.rank]
         communicator.all_reduce(bad, parts=given)
-        after = communicator.training.rotations.state_dict()["p0"]
+        after = communicator.training.rotations.state_dict()["0 1/p0"]
         assert after["sums"] == sums == 1
         assert momentum is None or torch.equal(after["momentum"], momentum)
         assert not bad[7].isfinite() and bad.isfinite().sum() == 4095
@@ -190,7 +190,7 @@ def test_what_bases_take_is_counted():
 
 WHOLE, HALF = ParameterSlice("w", 4096, shape=(64, 64)), ParameterSlice("w", 2048, numel=4096, shape=(64, 64))
 REFUSED = {
-    "a tensor without a name": lambda of, tensor: of.all_reduce(tensor),
+    "a tensor has no name": lambda of, tensor: of.all_reduce(tensor),
     "of w there is a part": lambda of, tensor: of.all_reduce(tensor, parts=[HALF, HALF._replace(start=2048)]),
     "got reduce_scatter_single": lambda of, tensor: of.reduce_scatter_single(tensor[:2048], tensor, parts=[WHOLE]),
     "got reduce:": lambda of, tensor: of.reduce(tensor, 0, parts=[WHOLE]),
@@ -229,10 +229,10 @@ def test_states_are_restored_and_damaged_ones_refused():
         other = restored.rotations.by_name[name]
         assert (other.shape, other.owner, other.sums) == (matrix.shape, matrix.owner, matrix.sums)
         assert (other.basis is None) == (matrix.basis is None)
-    mine, theirs = (each.rotations.by_name["p0"] for each in (training, restored))
+    mine, theirs = (each.rotations.by_name["0/p0"] for each in (training, restored))
     assert torch.equal(theirs.basis.exact(), mine.basis.exact()) and torch.equal(theirs.basis.worth, mine.basis.worth)
-    assert torch.equal(restored.rotations.by_name["p0"].momentum, rotations.by_name["p0"].momentum)
-    damaged = state["rank 0"][0]["rotations"]["p0"]
+    assert torch.equal(restored.rotations.by_name["0/p0"].momentum, rotations.by_name["0/p0"].momentum)
+    damaged = state["rank 0"][0]["rotations"]["0/p0"]
     for key, value in {
         "sums": -1,
         "owner": None,
@@ -240,6 +240,6 @@ def test_states_are_restored_and_damaged_ones_refused():
         "momentum": torch.zeros(3),
         "shape": (20, 31),
     }.items():
-        saved = {**state, "rank 0": ({**state["rank 0"][0], "rotations": {"p0": damaged | {key: value}}},)}
+        saved = {**state, "rank 0": ({**state["rank 0"][0], "rotations": {"0/p0": damaged | {key: value}}},)}
         with pytest.raises(ConfigError, match="rotations"):
             restored.load_state_dict(saved)
