@@ -32,6 +32,7 @@ ARGUMENTS = {
     "soak": ["SECONDS=1", "ARGS=--ranks 2 --largest 1000"],
     "thirdparty": ["ARGS=--help"],
     "versions": ["ARGS=--list"],
+    "wheels": ["ARGS=--help"],
     "docs": ["ARGS=--quiet --site-dir {}/site"],
 }
 

@@ -318,7 +318,7 @@ def _numbers_of(matrix: Matrix, device: torch.device) -> Tensor:
     # Directions of all kinds stand beside each other, so that blocks of values, which share a scale, are alike.
     side = matrix.side
     stride = next(each for each in range(int(0.618 * side), side) if math.gcd(each, side) == 1)
-    order = torch.arange(side, device=device) * stride % side
+    order = torch.arange(side, dtype=torch.int64, device=device) * stride % side
     basis, worth = basis[:, order], worth[order]
 
     # As many bits of the basis as fit.

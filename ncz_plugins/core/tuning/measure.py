@@ -170,7 +170,7 @@ class TorchRanks(Subject):
 
         Without the way back, ranks with near neighbours would find messages of ranks that ran ahead.
         """
-        n, told = self.world_size, torch.zeros(3, device="cpu")
+        n, told = self.world_size, torch.zeros(3, dtype=torch.float32, device="cpu")
         after, before = (self.rank + 1) % n, (self.rank - 1) % n
         own, others, back = told.split(1)
         for to, sent, source, received in ((after, own, before, others), (before, others, after, back)):
