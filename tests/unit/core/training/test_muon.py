@@ -37,6 +37,10 @@ def test_the_warning_names_optimizer_setting_cost_and_remedy(name):
         Config(policies=[{"shape": "matrix", "quantizer": Config.load(PRESET).quantizer.model_dump(exclude={"seed"})}]),
         Config(policies=[{"shape": "matrix", "action": "skip"}]),
         Config(quantizer={"kind": "error_bound", "value": 0.05, "error_feedback": True, "rotation": True}),
+        # That of the guide.
+        Config(
+            quantizer={"kind": "error_bound", "value": 0.06, "block": 32768, "error_feedback": True, "rotation": True}
+        ),
         Config(quantizer={"kind": "lossless"}),
         Config(quantizer={"mode": "abs", "value": 1}),  # nobody has measured that
         Config(quantizer={"mode": "bits", "value": 8}),
