@@ -1,11 +1,10 @@
 """Matrices coded in bases of their own: the same bits on all ranks, and in a run that stopped and went on."""
 
-import io
 import math
 
 import torch
 import torch.distributed as dist
-from on_rank import device, digest, raises, rank, same_on_all_ranks, values, world_size
+from on_rank import device, digest, raises, rank, same_on_all_ranks, saved, values, world_size
 from scenarios import ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,10 +53,9 @@ def test_a_run_that_stops_and_goes_on_is_to_the_bit_one_that_does_not_stop(group
         whole = steps(communicator, 0, 6)
     with Communicator(SETTINGS, group) as communicator:
         halves = steps(communicator, 0, 3)
-        file = io.BytesIO()
-        torch.save(communicator.training.state_dict(), file)
+        state = saved(communicator.training)
     with Communicator(SETTINGS, group) as communicator:
-        communicator.training.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        communicator.training.load_state_dict(state)
         halves += steps(communicator, 3, 6)
     assert whole == halves
 

@@ -1,11 +1,9 @@
 """What lasts from step to step, with communicators of 4 ranks, flat and on 2 nodes of 2 ranks each."""
 
-import io
-
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import BF16_ROUNDING, digest, raises, rank, same_on_all_ranks, values, world_size
+from on_rank import BF16_ROUNDING, digest, raises, rank, same_on_all_ranks, saved, values, world_size
 from scenarios import ranks
 
 from ncz_plugins import Communicator, UnsupportedError
@@ -154,10 +152,9 @@ def test_a_run_that_stops_and_goes_on_is_to_the_bit_one_that_does_not_stop(group
         assert communicator.stats.total.bypasses == {"warm-up": 1}
     with Communicator(config, group) as communicator:
         halves = steps(communicator, 0, 3)
-        file = io.BytesIO()
-        torch.save(communicator.training.state_dict(), file)
+        state = saved(communicator.training)
     with Communicator(config, group) as communicator:
-        communicator.training.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        communicator.training.load_state_dict(state)
         halves += steps(communicator, 3, 6)
     assert whole == halves
     with Communicator(config, group) as communicator:

@@ -1,6 +1,7 @@
 """What a test file uses in the process of a rank. `scenarios` is the other side: it starts the ranks."""
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -139,6 +140,13 @@ def values(rank: int, numel: int, dtype=torch.float32, seed: int = 0) -> torch.T
 def digest(tensor: torch.Tensor) -> str:
     """A hash of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def saved(training) -> dict:
+    """The state of a `Training` after a way through a file, read as what may come from anybody."""
+    file = io.BytesIO()
+    torch.save(training.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def of_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list:

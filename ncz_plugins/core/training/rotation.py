@@ -143,13 +143,6 @@ class Rotations:
     def __init__(self):
         self.by_name: dict[str, Matrix] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Memory taken by bases and momenta, in bytes."""
-        kept = list(self.by_name.values())
-        bases = sum(each.basis.entries.nbytes + each.basis.worth.nbytes for each in kept if each.basis is not None)
-        return bases + sum(each.momentum.nbytes for each in kept if each.momentum is not None)
-
     def of(self, part: ParameterSlice, group: Sequence[int]) -> Matrix:
         """The matrix of a parameter: its first dimension by all others. A new one is owned by each rank in turn."""
         rows = part.shape[0] if len(part.shape) > 1 else 1

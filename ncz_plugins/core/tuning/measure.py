@@ -336,7 +336,7 @@ class _Data:
 def _latency(
     subject: Subject, rounds: int, choose: Callable[[Sequence[float]], float], send: Callable[[], object]
 ) -> float:
-    """Seconds that sending a short message takes, on the slowest rank.
+    """Seconds that `send` takes on the slowest rank.
 
     A round sends twice: a rank that starts late finds the messages of others waiting, but then waits twice as long for
     the next ones.
@@ -344,7 +344,7 @@ def _latency(
     Args:
         rounds: number of rounds.
         choose: picks this rank's time from those of all rounds.
-        send: sends the message, and waits for an answer that all ranks or the next one take part in.
+        send: sends a short message, and waits for what comes in return.
     """
     seconds = []
     for _ in range(rounds):

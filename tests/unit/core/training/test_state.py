@@ -1,13 +1,13 @@
 """What lasts from step to step: counted, decided alike, saved and restored."""
 
 import copy
-import io
 import json
 import warnings
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_rank import saved
 
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import AccuracyError, ConfigError
@@ -58,13 +58,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     training.begin(ranks=2)
     training.end_step()
     assert not (tmp_path / "run.jsonl").exists() and not capsys.readouterr().out
-
-
-def saved(training: Training) -> dict:
-    """The state after a way through a file, read as what may come from anybody."""
-    file = io.BytesIO()
-    torch.save(training.state_dict(), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def of_a_run() -> Training:
