@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 MAX_BYTES = 8 * 2**20
@@ -43,6 +44,20 @@ class Corpus:
         places = np.linspace(0, len(self.validation) - context - 1, count * batch).astype(np.int64)
         for some in places.reshape(count, batch):
             yield _sequences(self.validation, some, context)
+
+
+class Windows(Dataset):
+    """A text, uint8 [n], cut into sequences for a DataLoader: "tokens" and "targets" of each are int64, [context]."""
+
+    def __init__(self, text: torch.Tensor, context: int):
+        self.text, self.context = text, context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = self.text[index * self.context :][: self.context + 1].long()
+        return {"tokens": window[:-1], "targets": window[1:]}
 
 
 def _sequences(text: torch.Tensor, places: np.ndarray, context: int):

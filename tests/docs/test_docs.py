@@ -1,4 +1,4 @@
-"""The documentation is true: its links lead somewhere, its names exist, its snippets and commands run.
+"""The documentation is true: its links lead somewhere, its names exist, its snippets, examples and commands run.
 
 The Python blocks of a page are one program, which runs on as many ranks as the page says. YAML and JSON blocks are
 valid configurations. Commands are checked against the real command line, and those marked `run` are executed. Comments
@@ -66,6 +66,13 @@ REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
     "rl": "transformers",
 }
 PROGRAM_SECONDS = 200  # they take seconds on an idle machine
+# Examples that no other test runs: the page whose imports they share, options that make them short, and what they say.
+EXAMPLES = {
+    "train_fsdp.py": ("fsdp", "--steps 3 --layers 1 --batch 2", "'replicas_identical': True"),
+    "train_hugging_face.py": ("hugging-face", "--steps 3", r"steps 1 to 3: 100% .* ratio [5-9]"),
+    "train_lightning.py": ("lightning", "--steps 3", r"steps 1 to 3: 100% .* ratio [5-9]"),
+    "sync_weights.py": ("fsdp", "--warm-up 1 --versions 2", r"\n *2 .* MB .* MB +([2-9]|\d\d+)\.\d +\d\.\d{4}"),
+}
 
 FENCE = re.compile(
     r"<!-- test: (?P<word>\w+),?(?P<rest>.*?)-->\n?|^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",
@@ -293,33 +300,51 @@ def test_python_compiles(page):
         compile(block.text, str(block), "exec")
 
 
-def imports_of(page: Path) -> str:
-    return IMPORTS.get(page.stem, WITH_TORCH)
+def page_of(program: Path) -> str:
+    """Whose packages and imports the program of a page, or an example, needs."""
+    return EXAMPLES[program.name][0] if program.suffix == ".py" else program.stem
 
 
-WITH_PROGRAMS = sorted([page for page in PAGES if any(block.word == "ranks" for block in blocks(page))], key=imports_of)
+def imports_of(program: Path) -> str:
+    return IMPORTS.get(page_of(program), WITH_TORCH)
 
 
-@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name_of)
-def test_programs_run(page, tmp_path):
-    if (package := REQUIRED.get(page.stem)) and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    files_of(page, tmp_path)
-    program = tmp_path / "program.py"
+WITH_PROGRAMS = [page for page in PAGES if any(block.word == "ranks" for block in blocks(page))]
+PROGRAMS = sorted([*WITH_PROGRAMS, *(ROOT / "examples" / name for name in EXAMPLES)], key=imports_of)
+
+
+def written(page: Path, folder: Path) -> Path:
+    """The program of a page, in a file."""
+    files_of(page, folder)
+    program = folder / "program.py"
     lines: list[str] = []
     for block in of_language([page], "python"):
         if block.word in ("", "code"):
             lines += [""] * (block.line - len(lines))  # so that errors name lines of the page
             lines += block.text.strip("\n").splitlines()
     program.write_text("\n".join(lines) + "\n")
-    (ranks,) = (int(block.rest) for block in blocks(page) if block.word == "ranks")
-    command = [sys.executable, str(FORKED_RANKS), imports_of(page), "torch", str(ranks), str(free_port()), str(program)]
-    process = forking.start(command, cwd=tmp_path, env=environment(), log=(log := tmp_path / "output.log"))
+    return program
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_programs_run(program, tmp_path):
+    if (package := REQUIRED.get(page_of(program))) and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if program.suffix == ".py":
+        _, options, expected = EXAMPLES[program.name]
+        ranks, script = 2, [program, *options.split()]
+    else:
+        (ranks,) = (int(block.rest) for block in blocks(program) if block.word == "ranks")
+        script, expected = [written(program, tmp_path)], ""
+    forks = [FORKED_RANKS, imports_of(program), "torch", ranks, free_port(), *script]
+    log = tmp_path / "output.log"
+    process = forking.start([sys.executable, *map(str, forks)], cwd=tmp_path, env=environment(), log=log)
     try:
         status = process.wait(PROGRAM_SECONDS)
     finally:
         forking.end(process)
-    assert status == 0, log.read_text(errors="replace")
+    said = log.read_text(errors="replace")
+    assert status == 0 and re.search(expected, said), said
 
 
 def test_every_python_block_of_the_guides_runs_or_says_why_not():
