@@ -3,10 +3,12 @@
     python examples/demo.py            (or `make demo`, which also sets up the environment)
 
 Shows the progress, ends with a table, and leaves in results/: demo.png, demo.json, and each run's log and JSON lines.
+The last steps go through connections that the kernel limits to 100 Mbit/s, to show what a slow network gains.
 """
 
 import argparse
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -20,20 +22,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files; needs no display
-import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullLocator
+from network import SLOW_MBITS, can_limit_connections
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ncz_plugins.cli.perf.launch import free_port
+from ncz_plugins.cli.picture import BLUE, GRAY, finish, new_figure, save_figure
 from ncz_plugins.version import __version__
 
 EXAMPLES = Path(__file__).resolve().parent
 ROOT = EXAMPLES.parent
+SLOW_STEPS = 20  # at the end of each run, or half of them if there are fewer than 40
 LAST_STEPS = 10  # the final training loss is the mean over this many steps
 FOREIGN_TRAFFIC = 0.05  # above this difference of counted and claimed ratio, other programs' bytes were counted too
 LOG_TAIL = 40  # lines of the launcher's log shown when it fails
@@ -42,22 +42,27 @@ console = Console()
 
 
 class DemoError(Exception):
-    """A run that failed; the message says why and where its log is."""
+    """What ends the demonstration; the message says what to do, or shows the end of a log."""
 
 
 @dataclass
 class Run:
-    """One training: what was started and what it wrote."""
+    """One training: what was started and what it wrote. The last ``slow`` steps are those behind the slow link."""
 
     name: str
     command: list[str]
     environment: dict[str, str]
     log: Path
+    slow: int
     steps: list[dict]
     final: dict
 
     def series(self, key: str) -> list[float]:
         return [record[key] for record in self.steps]
+
+    def failure(self, how: str) -> DemoError:
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
+        return DemoError(f"{tail}\nThe {self.name} run {how}. The end of its log is above, all of it in {self.log}")
 
     def summary(self) -> dict:
         """The figures of the table.
@@ -65,20 +70,29 @@ class Run:
         Bytes are those of all ranks together. Bytes and seconds are medians over the steps, since anything else on
         the machine can send through the same interface and use the same cores.
         """
+        seconds = self.series("seconds")
+        fast, slow = seconds[: len(seconds) - self.slow], seconds[len(seconds) - self.slow :]
         return {
             "training_loss": statistics.fmean(self.series("loss")[-LAST_STEPS:]),
             "validation_loss": self.final["validation_loss"],
             "interface_bytes_per_step": statistics.median(self.series("interface_bytes")),
             "compression_ratio": self.final["compression"]["ratio"] if "compression" in self.final else None,
-            "step_seconds": statistics.median(self.series("seconds")),
+            "slow_step_seconds": statistics.median(slow) if slow else None,
+            "step_seconds": statistics.median(fast),
             "replicas_identical": self.final["replicas_identical"],
         }
 
 
+def two_or_more(word: str) -> int:
+    if (number := int(word)) < 2:
+        raise argparse.ArgumentTypeError(f"{number} is too few: give 2 or more")
+    return number
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each run (default: 150)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: 2)")
+    parser.add_argument("--steps", type=two_or_more, default=150, help="optimizer steps of each run (default: 150)")
+    parser.add_argument("--ranks", type=two_or_more, default=2, help="processes on this machine (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=900, help="seconds allowed for each run (default: 900)")
     parser.add_argument("--output", type=Path, default=ROOT / "results", help="folder for the results")
@@ -91,18 +105,51 @@ def parse_arguments():
 
 
 @contextlib.contextmanager
-def launched(command: list[str], environment: dict[str, str], log: Path):
+def alone_in(folder: Path):
+    """Hold a folder, so that a second demonstration does not write the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DemoError(
+                f"Another demonstration writes to {folder}: wait for its end, as both would share the cores, or give "
+                "another folder as --output"
+            ) from None
+        yield
+    finally:
+        os.close(held)
+
+
+def slow_steps(arguments) -> tuple[int, str]:
+    """How many steps at the end go through a slow link, and why there are none."""
+    if arguments.ranks > 2:
+        return 0, "More than two ranks have several connections each, and only connections can be limited"
+    if not can_limit_connections():
+        return 0, "This system's kernel does not limit connections (SO_MAX_PACING_RATE)"
+    return min(SLOW_STEPS, arguments.steps // 2), ""
+
+
+@contextlib.contextmanager
+def launched(run: Run):
     """Start the launcher in a process group of its own, and leave nothing of it running."""
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with open(run.log, "w") as output:
+        try:
+            process = subprocess.Popen(
+                run.command,
+                cwd=ROOT,
+                env=os.environ | run.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            raise DemoError(
+                f"DeepSpeed's launcher is not here: {run.command[0]}. `make demo` installs it into .venv and "
+                f"runs this; for another Python: pip install '{ROOT}[deepspeed,plot]'"
+            ) from None
         try:
             yield process
         finally:
@@ -111,7 +158,7 @@ def launched(command: list[str], environment: dict[str, str], log: Path):
             process.wait()
 
 
-def follow(process: subprocess.Popen, path: Path, timeout: float):
+def follow(process: subprocess.Popen, run: Run, path: Path, timeout: float):
     """Yield the records of a JSON-lines file as they are written, until the process has ended."""
     deadline = time.monotonic() + timeout
     partial = ""
@@ -126,12 +173,12 @@ def follow(process: subprocess.Popen, path: Path, timeout: float):
             if ended:
                 return
             if time.monotonic() > deadline:
-                raise DemoError(f"was not ready after {timeout:.0f} s; allow more with --timeout")
+                raise run.failure(f"was not ready after {timeout:.0f} s; allow more with --timeout")
             time.sleep(0.1)
 
 
-def train(name: str, config: Path, arguments, show) -> Run:
-    """Run one training under the launcher, calling ``show`` with each step's record."""
+def train(name: str, config: Path, arguments, slow: int, show) -> Run:
+    """Run one training under the launcher, calling ``show`` with each step's number, from 1 on, and its words."""
     records = arguments.output / f"{name}.jsonl"
     records.write_text("")
     command = [
@@ -141,24 +188,26 @@ def train(name: str, config: Path, arguments, show) -> Run:
         str(EXAMPLES / "train_deepspeed.py"),
         *("--deepspeed_config", str(config)),
         *("--steps", str(arguments.steps)),
+        *("--slow-steps", str(slow)),
         *("--seed", str(arguments.seed)),
         *("--log-file", str(records)),
     ]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    run = Run(name, command, environment, arguments.output / f"{name}.log", steps=[], final={})
-    with launched(command, environment, run.log) as process:
-        for record in follow(process, records, arguments.timeout):
+    run = Run(name, command, environment, arguments.output / f"{name}.log", slow, steps=[], final={})
+    with launched(run) as process:
+        for record in follow(process, run, records, arguments.timeout):
             if "step" in record:
                 run.steps.append(record)
-                show(record)
+                link = f", at {SLOW_MBITS} Mbit/s" if record["step"] >= arguments.steps - slow else ""
+                show(record["step"] + 1, f"loss {record['loss']:.3f}{link}")
             else:
                 run.final = record
     if process.returncode:
-        raise DemoError(f"ended with exit status {process.returncode}")
+        raise run.failure(f"ended with exit status {process.returncode}")
     return run
 
 
-def train_with_progress(name: str, config: Path, arguments) -> Run:
+def train_with_progress(name: str, config: Path, arguments, slow: int) -> Run:
     """Train with a live bar on a terminal, and with a line for every tenth step elsewhere."""
     if console.is_terminal:
         columns = (
@@ -172,19 +221,17 @@ def train_with_progress(name: str, config: Path, arguments) -> Run:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(name, total=None, status="starting the launcher")
 
-            def show(record):
-                status = f"loss {record['loss']:.3f}"
-                progress.update(task, total=arguments.steps, completed=record["step"] + 1, status=status)
+            def show(done, status):
+                progress.update(task, total=arguments.steps, completed=done, status=status)
 
-            return train(name, config, arguments, show)
+            return train(name, config, arguments, slow, show)
 
-    def show(record):
-        done = record["step"] + 1
+    def show(done, status):
         if done % 10 == 0 or done == arguments.steps:
-            console.print(f"{name}: step {done} of {arguments.steps}, loss {record['loss']:.3f}")
+            console.print(f"{name}: step {done} of {arguments.steps}, {status}")
 
     console.print(f"{name}: starting the launcher")
-    return train(name, config, arguments, show)
+    return train(name, config, arguments, slow, show)
 
 
 # ------------------------------------------------------------------------------------------------ reporting
@@ -204,48 +251,49 @@ def table(plain: dict, ncclz: dict, arguments) -> Table:
     def percent(a, b):
         return f"{100 * (b - a) / a:+.2f} %"
 
+    def times(words):
+        return lambda a, b: f"{a / b:.1f} x {words}"
+
     def nothing(a, b):
         return ""
 
-    row(f"training loss (last {LAST_STEPS} steps)", "training_loss", "{:.4f}".format, percent)
-    row("validation loss", "validation_loss", "{:.4f}".format, percent)
+    if plain["slow_step_seconds"]:
+        row(f"step at {SLOW_MBITS} Mbit/s (median)", "slow_step_seconds", "{:.2f} s".format, times("as fast"))
     row(
         "gradient bytes sent per step (median)",
         "interface_bytes_per_step",
         lambda value: f"{value / 1e6:.2f} MB",
-        lambda a, b: f"{a / b:.2f} x fewer",
+        times("fewer"),
     )
     row("compression ratio by the statistics", "compression_ratio", "{:.2f}".format, nothing)
-    row("time per step (median)", "step_seconds", "{:.3f} s".format, percent)
+    row(f"training loss (last {LAST_STEPS} steps)", "training_loss", "{:.4f}".format, percent)
+    row("validation loss", "validation_loss", "{:.4f}".format, percent)
+    row("step as fast as memory (median)", "step_seconds", "{:.2f} s".format, percent)
     row("replicas bit-identical", "replicas_identical", lambda value: "yes" if value else "NO", nothing)
     return result
 
 
 def draw(runs: list[Run], path: Path):
-    """Both loss curves, and both runs' bytes per step."""
-
-    def megabytes(run):
-        return [value / 1e6 for value in run.series("interface_bytes")]
-
-    figure, (losses, traffic) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    styles = ({"color": "#7f7f7f", "linewidth": 3.0}, {"color": "#d1495b", "linewidth": 1.4})
-    for run, style in zip(runs, styles):
-        steps = [step + 1 for step in run.series("step")]
-        losses.plot(steps, run.series("loss"), label=run.name, **style)
-        traffic.plot(steps, megabytes(run), label=run.name, **style)
-    losses.set(title="Training loss", xlabel="step", ylabel="nats per byte")
-    traffic.set(title="Gradient bytes sent per step, all ranks", xlabel="step", ylabel="MB", yscale="log")
-    values = [value for run in runs for value in megabytes(run)]
-    traffic.set_ylim(min(values) / 2, max(values) * 2)
-    traffic.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    traffic.yaxis.set_major_formatter("{x:g}")
-    traffic.yaxis.set_minor_locator(NullLocator())
-    for axes in (losses, traffic):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    """Bars of a step's time behind the slow link, if there was one, and of its bytes; both loss curves."""
+    summaries = [run.summary() for run in runs]
+    bars = [("gradient bytes of a step, all ranks", "interface_bytes_per_step", 1e6, "MB")]
+    if runs[0].slow:
+        bars.insert(0, (f"time of a step at {SLOW_MBITS} Mbit/s", "slow_step_seconds", 1, "s"))
+    figure, (*panels, losses) = new_figure(len(bars) + 1, height=1.9)
+    losses.get_gridspec().set_height_ratios([1] * len(bars) + [2])
+    for axes, (title, key, unit, name) in zip(panels, bars):
+        drawn = axes.barh([run.name for run in runs], [each[key] / unit for each in summaries], color=(GRAY, BLUE))
+        axes.bar_label(drawn, fmt=f"{{:.2f}} {name}", padding=4)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.grid(visible=False)
+        axes.xaxis.set_visible(False)
+        finish(axes, title)
+    for run, style in zip(runs, ({"color": GRAY, "linewidth": 4}, {"color": BLUE, "linewidth": 1.4})):
+        losses.plot([step + 1 for step in run.series("step")], run.series("loss"), label=run.name, **style)
+    losses.set(xlabel="step", ylabel="nats per byte")
+    finish(losses, "training loss")
+    save_figure("--output", path, figure)
 
 
 def versions() -> dict:
@@ -259,7 +307,7 @@ def versions() -> dict:
     }
 
 
-def report(plain: Run, ncclz: Run, arguments):
+def report(plain: Run, ncclz: Run, arguments, why_not_slow: str):
     summaries = {run.name: run.summary() for run in (plain, ncclz)}
     picture, numbers = arguments.output / "demo.png", arguments.output / "demo.json"
     draw([plain, ncclz], picture)
@@ -275,9 +323,12 @@ def report(plain: Run, ncclz: Run, arguments):
     numbers.write_text(json.dumps({"versions": versions(), "runs": details}, indent=1) + "\n")
 
     console.print(table(summaries["plain"], summaries["ncclz"], arguments))
+    if why_not_slow:
+        console.print(f"{why_not_slow}, so there is no step behind a slow link.", style="yellow")
     console.print(
-        "Bytes are those of all ranks, counted by the kernel at the network interface during the backward pass. The "
-        "loopback is as fast as memory, so the time per step shows what coding costs, not what a slow network gains."
+        "Bytes are those of all ranks, counted by the kernel at the network interface during the backward pass. "
+        f"At {SLOW_MBITS} Mbit/s the kernel limits what each connection sends. As fast as memory, on the loopback, "
+        "a step shows what coding costs."
     )
     counted = summaries["plain"]["interface_bytes_per_step"] / summaries["ncclz"]["interface_bytes_per_step"]
     claimed = summaries["ncclz"]["compression_ratio"] or 1.0
@@ -287,30 +338,35 @@ def report(plain: Run, ncclz: Run, arguments):
             "programs use the same interface. Repeat this on a quiet machine.",
             style="yellow",
         )
-    console.print(f"Picture: {picture}\nFigures: {numbers}", soft_wrap=True)
+    install = f"pip install '{ROOT}[deepspeed]'"
+    script, config = "import ncz_plugins.deepspeed", '"communication_compression": "ncclz",'
+    console.print(
+        f"Figures: {numbers}\nPicture: {picture}\n\nIn a DeepSpeed project of your own, three lines:\n\n"
+        f"    {install}\n    {script:<40} in the script\n"
+        f"    {config:<40} in its DeepSpeed JSON, at the top level",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
 
 
 def main() -> int:
     arguments = parse_arguments()
     arguments.output = arguments.output.resolve()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so the launcher is stopped too
-    name = ""
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # unwinds, so the launcher is stopped too
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     try:
-        runs = []
-        for name, config in (("plain", arguments.plain), ("ncclz", arguments.ncclz)):
-            runs.append(train_with_progress(name, config.resolve(), arguments))
+        with alone_in(arguments.output):
+            slow, why_not = slow_steps(arguments)
+            configs = {"plain": arguments.plain, "ncclz": arguments.ncclz}
+            runs = [train_with_progress(name, file.resolve(), arguments, slow) for name, file in configs.items()]
+            report(*runs, arguments, why_not)
     except KeyboardInterrupt:
         console.print("interrupted; the training processes are stopped")
         return 128 + signal.SIGINT
     except DemoError as error:
-        log = arguments.output / f"{name}.log"
-        tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-        console.print("\n".join(tail), markup=False, highlight=False, soft_wrap=True)
-        message = f"[bold red]The {name} run {error}.[/] The end of its log is above, all of it in {log}"
-        console.print(message, soft_wrap=True)
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    report(*runs, arguments)
     return 0
 
 

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from data import Corpus
+from network import SLOW_MBITS, limit_connections
 from reporting import Report, argument_parser, digest, new_model
 
 import ncz_plugins.deepspeed  # noqa: F401  the one line that makes "communication_compression" work
@@ -17,6 +18,8 @@ import ncz_plugins.deepspeed  # noqa: F401  the one line that makes "communicati
 
 def parse_arguments():
     parser = argument_parser(__doc__)
+    words = f"the last N steps at {SLOW_MBITS} Mbit/s, between two ranks of one machine (default: 0)"
+    parser.add_argument("--slow-steps", metavar="N", type=int, default=0, help=words)
     parser.add_argument("--local_rank", type=int, default=-1, help="filled in by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
 
@@ -43,6 +46,8 @@ def train(engine, corpus: Corpus, arguments, report: Report):
     context = engine.module.config.context
     engine.train()
     for step in range(arguments.steps):
+        if step >= arguments.steps - arguments.slow_steps:
+            limit_connections(SLOW_MBITS)
         report.start_step()
         loss_sum = 0.0
         for micro_step in range(step * accumulation, (step + 1) * accumulation):

@@ -1,11 +1,13 @@
 """Each target that `make help` lists runs, with arguments that make it short, in the environment that make has made."""
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from gpt import GPT, GPTConfig
 from repository import ROOT
 
 pytestmark = [
@@ -18,7 +20,7 @@ ONE_TEST = "tests/unit/core/test_errors.py"
 # command line is read and everything imported, no more.
 ARGUMENTS = {
     "setup": [],
-    "demo": ["ARGS=--steps 4 --output {}"],
+    "demo": ["ARGS=--steps 4 --output {}/demo"],
     # In one process, and without most files of tests/unit, whose 9,000 tests take ten seconds to collect.
     "quick": ["ARGS=-n 0 -k test_errors --ignore-glob=*/unit/*test_[!e]*"],
     "test": [f"ARGS=-n 0 {ONE_TEST}"],
@@ -54,9 +56,27 @@ def test_every_target_of_the_list_is_tried():
     assert sorted(listed) == sorted([*ARGUMENTS, "help", "clean"])
 
 
-@pytest.mark.parametrize("target", [target for target in ARGUMENTS if target != "docs"])
+@pytest.mark.parametrize("target", [target for target in ARGUMENTS if target not in ("demo", "docs")])
 def test_a_target_runs(target, tmp_path):
     make(target, *(argument.format(tmp_path) for argument in ARGUMENTS[target]))
+
+
+def test_the_demo_shows_bytes_loss_and_the_time_behind_a_slow_link(tmp_path):
+    shown = make("demo", *(argument.format(tmp_path) for argument in ARGUMENTS["demo"]))
+    rows = dict(re.findall(r"^│ (\S.*?) +│ (.*)│$", shown, re.MULTILINE))
+    assert re.search(r"[\d.]+ s +│ +[\d.]+ s +│ +[\d.]+ x as fast", rows["step at 100 Mbit/s (median)"]), shown
+    assert re.search(r"[\d.]+ x fewer", rows["gradient bytes sent per step (median)"]), shown
+    assert "training loss (last 10 steps)" in rows
+    runs = json.loads((tmp_path / "demo" / "demo.json").read_text())["runs"]
+    plain, ncclz = (runs[name]["summary"] for name in ("plain", "ncclz"))
+    assert plain["replicas_identical"] and ncclz["replicas_identical"]
+    # The plain run can't have sent its gradients through the slow link in less time.
+    assert plain["slow_step_seconds"] > 0.5 * 8 * 4 * GPT(GPTConfig()).parameter_count() / 100e6
+    # It ends with what to look at, and what to paste.
+    _, _, end = shown.partition(f"Picture: {tmp_path / 'demo' / 'demo.png'}")
+    assert (tmp_path / "demo" / "demo.png").stat().st_size
+    for line in ("pip install '", "import ncz_plugins.deepspeed", '"communication_compression": "ncclz",'):
+        assert line in end
 
 
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):

@@ -1,12 +1,15 @@
-"""The examples' data and model: deterministic real text, and a model that never looks ahead."""
+"""The examples' data, model and slow link: deterministic real text, and a model that never looks ahead."""
 
 import argparse
+import os
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from data import Corpus, standard_library_files
 from gpt import GPT, GPTConfig
+from network import can_limit_connections, limit_connections
 
 SMALL = GPTConfig(context=16, layers=2, heads=2, width=32)
 
@@ -111,3 +114,27 @@ class TestModel:
     def test_heads_that_do_not_divide_the_width_are_refused(self):
         with pytest.raises(ValueError, match="width=10.*heads=3"):
             GPTConfig(heads=3, width=10)
+
+
+class TestSlowLink:
+    PACING = 47  # SO_MAX_PACING_RATE
+
+    def test_every_tcp_connection_is_limited_and_nothing_else(self):
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as tcp:
+            with socket.socket(socket.AF_UNIX) as unix, socket.socket(type=socket.SOCK_DGRAM) as udp:
+                sockets = server, tcp, unix, udp
+                before = [each.getsockopt(socket.SOL_SOCKET, self.PACING) for each in sockets]
+                descriptors = os.listdir("/proc/self/fd")
+                limit_connections(8)
+                after = [each.getsockopt(socket.SOL_SOCKET, self.PACING) for each in sockets]
+                assert after == [1_000_000, 1_000_000, *before[2:]]
+                assert os.listdir("/proc/self/fd") == descriptors, "copies stayed open"
+
+    def test_a_limited_connection_takes_its_time(self):
+        assert can_limit_connections()
+
+    def test_a_system_without_limits_is_found_out(self, monkeypatch):
+        monkeypatch.setattr(
+            "network._connections", lambda: iter(())
+        )  # as where the kernel takes the option for nothing
+        assert not can_limit_connections()
