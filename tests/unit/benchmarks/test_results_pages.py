@@ -4,7 +4,7 @@ import json
 
 from repository import ROOT
 
-from benchmarks import codec_table, patch_files, weight_ways, weights
+from benchmarks import codec_table, gains, patch_files, weight_ways, weights
 
 
 def committed(name):
@@ -20,6 +20,10 @@ def test_the_codec():
 def test_what_the_page_of_the_codec_shows_is_measured():
     measured = {(row["data"], row["bound"]) for row in committed("codec-data.json")["rows"]}
     assert {(name, bound) for name, bounds in codec_table.SHOWN.items() for bound in bounds} <= measured
+
+
+def test_what_is_gained_at_which_link():
+    assert gains.table(gains.gains()) in gains.PAGE.read_text()
 
 
 def test_weights():

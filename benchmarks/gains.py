@@ -1,0 +1,112 @@
+"""What is gained at which link, from committed results: the picture of README.md, and the table of docs/index.md.
+
+    .venv/bin/python -m benchmarks.gains
+
+Calls are all-reduces of 64 MiB between 2 ranks, steps those of a GPT of 25 M parameters on 2 nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.weights import put_into
+from ncz_plugins.cli.output import duration
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, PICTURE = ROOT / "docs" / "index.md", ROOT / "docs" / "images" / "gains.png"
+CALLS = "perf-default-2-ranks"
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+STEPS = (  # file, framework, name of the run with 16 bits
+    ("end-to-end", "DeepSpeed", "bf16"),
+    ("end-to-end", "Horovod", "fp16"),
+    ("end-to-end-ddp", "DDP", "bf16"),
+    ("end-to-end-fsdp", "FSDP2", "bf16"),
+)
+CALL, STEP = "all_reduce of 64 MiB", "training step at 1 Gbit/s"
+
+
+class Gain(NamedTuple):
+    """Seconds of a call or a step, without compression and with our default.
+
+    Attributes:
+        what: CALL or STEP.
+        where: the link, or the framework.
+        half: the step with gradients cast to 16 bits; None for calls.
+    """
+
+    what: str
+    where: str
+    plain: float
+    ncclz: float
+    half: float | None
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Both times and how many times as fast, as words."""
+        plain, ncclz = (duration(float(f"{seconds:.2g}")) for seconds in (self.plain, self.ncclz))
+        return plain, ncclz, f"{self.plain / self.ncclz:.1f} x"
+
+
+def gains() -> list[Gain]:
+    """What the committed files hold, in the order of the picture."""
+    found = []
+    records = json.loads((RESULTS / f"{CALLS}.json").read_text())["records"]
+    largest = max(record["size"] for record in records)
+    for link, where in LINKS.items():
+        times = {r["peer"]: r["time_us"] / 1e6 for r in records if (r["link"], r["size"]) == (link, largest)}
+        found.append(Gain(CALL, where, times["plain"], times["ncz"], None))
+    for file, framework, half in STEPS:
+        runs = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+        times = {run["name"]: run["step_seconds"] for run in runs if run["framework"] == framework}
+        found.append(Gain(STEP, framework, times["plain"], times["ncclz"], times[half]))
+    return found
+
+
+def table(found: list[Gain]) -> str:
+    """The rows as Markdown."""
+    lines = ["| | | plain | ncclz | as fast |", "|---|---|---:|---:|---:|"]
+    titles = [gain.what if gain.what != before.what else "" for gain, before in zip(found, [found[-1], *found])]
+    for title, gain in zip(titles, found):
+        plain, ncclz, factor = gain.cells
+        lines.append(f"| {title} | {gain.where} | {plain} | {ncclz} | **{factor}** |")
+    return "\n".join(lines)
+
+
+def draw(found: list[Gain]) -> None:
+    """Bars for each row, as shares of the plain time, so that seconds and milliseconds fit in one picture."""
+    from ncz_plugins.cli.picture import BLUE, GRAY, ORANGE, finish, new_figure, save_figure
+
+    figure, panels = new_figure(2, height=1.9)
+    for axes, what in zip(panels, (CALL, STEP)):
+        rows = [gain for gain in found if gain.what == what]
+        places = range(len(rows))
+        axes.barh(places, [1] * len(rows), color=GRAY, label="plain")
+        axes.barh(places, [row.ncclz / row.plain for row in rows], color=BLUE, label="ncclz, by default")
+        for y, row in enumerate(rows):
+            plain, ncclz, factor = row.cells
+            axes.text(1.1, y, f"{plain} → {ncclz}, {factor} as fast", va="center")
+            if row.half:
+                axes.vlines(
+                    row.half / row.plain, y - 0.4, y + 0.4, ORANGE, linewidth=4, label="16 bits" if not y else ""
+                )
+        axes.set(xlim=(0, 1.95), yticks=places, yticklabels=[row.where for row in rows])
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.xaxis.set_visible(False)
+        axes.spines["bottom"].set_visible(False)
+        finish(axes, f"time of an {what}, 2 ranks" if what == CALL else f"time of a {what}, 2 nodes")
+    save_figure("--output", PICTURE, figure)
+
+
+def main() -> None:
+    found = gains()
+    draw(found)
+    put_into(PAGE, table(found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
