@@ -112,49 +112,20 @@ def patch_between(
     require_key(key)
     older = {} if base is None else {name: base.held[name] for name in new.held if _is_in(name, new, base)}
     same_as = _tied(new.held, older)
-
-    # Code the frames of all other tensors.
-    frames, elements = [], {}
-    for name, held in new.held.items():
-        if name in same_as:
-            continue
-        before = base.digests[name] if name in older else [None] * len(new.digests[name])
-        suspects = [digest == other for digest, other in zip(new.digests[name], before)]
-        narrow = None if all(suspects) else _narrower(held, older.get(name))
-        elements[name] = narrow
-        coded = held.form.elements(narrow)
-        frames += [
-            _Frame(held, box, older.get(name), suspect, coded) for box, suspect in zip(frames_of(held.box), suspects)
-        ]
-    found = iter(list(in_order(_code, frames, _elements, are_on_host(new.held) and are_on_host(older))))
-    coded = {name: [next(found) for _ in new.digests[name]] for name in elements}
-
-    # List what has changed.
-    entries: dict[str, Entry] = {}
-    for name, held in new.held.items():
-        first = same_as.get(name)
-        if first is not None and first in entries:
-            entries[name] = Entry.for_held(name, held, of=first)
-        elif first is None and (name not in older or any(coded[name])):
-            entries[name] = Entry.for_held(
-                name,
-                held,
-                from_base=name in older,
-                narrow=elements[name],
-                frames=tuple(map(len, coded[name])),
-                digests=tuple(digest if frame else 0 for digest, frame in zip(new.digests[name], coded[name])),
-            )
+    coded = _coded(new, base, older, same_as)
+    entries = _entries(new, older, same_as, coded)
     contents = Contents(
         base=None if base is None else base.identity,
         version=new.identity,
         rank=rank,
         ranks=ranks,
         number=number,
-        tensors=tuple(entries.values()),
+        tensors=tuple(entries),
         gone=tuple(name for name in (() if base is None else base.held) if name not in new.held),
         file=file,
     )
-    parts = [write_head(contents, key is not None), *(frame for name in entries for frame in coded.get(name, ()))]
+    frames = (frame for entry in entries if entry.of is None for frame in coded[entry.name].frames)
+    parts = [write_head(contents, key is not None), *frames]
     return b"".join(parts if key is None else [*parts, tag_of(parts, key)])
 
 
@@ -172,6 +143,56 @@ def _tied(new: Mapping[str, Held], older: Mapping[str, Held]) -> dict[str, str]:
         if first != name and held.is_alike(new[first]) and _are_equal(older.get(first), older.get(name)):
             same_as[name] = first
     return same_as
+
+
+class _Coded(NamedTuple):
+    """The frames of a tensor. `narrow`: see `Entry`."""
+
+    narrow: str | None
+    frames: list[bytes]
+
+
+def _coded(
+    new: Snapshot, base: Snapshot | None, older: Mapping[str, Held], same_as: Mapping[str, str]
+) -> dict[str, _Coded]:
+    """All tensors that are not the same as another one. `older`: those of the base that they are changes of."""
+    frames, narrowed = [], {}
+    for name, held in new.held.items():
+        if name in same_as:
+            continue
+        before = base.digests[name] if name in older else [None] * len(new.digests[name])
+        suspects = [digest == other for digest, other in zip(new.digests[name], before)]
+        narrow = narrowed[name] = None if all(suspects) else _narrower(held, older.get(name))
+        elements = held.form.elements(narrow)
+        frames += [
+            _Frame(held, box, older.get(name), suspect, elements) for box, suspect in zip(frames_of(held.box), suspects)
+        ]
+    on_host = are_on_host(new.held) and are_on_host(older)
+    found = iter(list(in_order(_code, frames, _elements, on_host)))
+    return {name: _Coded(narrow, [next(found) for _ in new.digests[name]]) for name, narrow in narrowed.items()}
+
+
+def _entries(
+    new: Snapshot, older: Mapping[str, Held], same_as: Mapping[str, str], coded: Mapping[str, _Coded]
+) -> list[Entry]:
+    """The rows of the tensors that are new or have changed."""
+    entries: dict[str, Entry] = {}
+    for name, held in new.held.items():
+        if name in same_as:
+            if same_as[name] in entries:
+                entries[name] = Entry.for_held(name, held, of=same_as[name])
+            continue
+        narrow, frames = coded[name]
+        if name not in older or any(frames):
+            entries[name] = Entry.for_held(
+                name,
+                held,
+                from_base=name in older,
+                narrow=narrow,
+                frames=tuple(map(len, frames)),
+                digests=tuple(digest if frame else 0 for digest, frame in zip(new.digests[name], frames)),
+            )
+    return list(entries.values())
 
 
 # ------------------------------------------------------------------ frames, each in a thread
