@@ -310,6 +310,17 @@ class HostBackend(Backend):
     """
 
     @abstractmethod
+    def add_rare_differences(self, gaps: Array, codes: Array, base: Array, out: Array) -> bool:
+        """`add_differences` of few elements; all others are those of `base`. `out` may be `base`.
+
+        Args:
+            gaps: how many elements lie before each that changes, from the one before it on: int32, [changes].
+            codes: its change: int32, [changes].
+
+        Returns False, and leaves `out` as it is, unless there are changes, all in `base`, and none is 0.
+        """
+
+    @abstractmethod
     def combination(
         self, values: Sequence[Tensor], how: Combination, out: Tensor, divisor: int = 1
     ) -> Callable[[], None]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arrays import is_on_host, numpy_of, put
-from .backend import Backend
 from .format import CHUNK, HEADER, HEADER_BYTES, MAGIC, VERSION, Coder, Coding, DamagedFrame, Predictor, max_frame_bytes
 from .lossless import check_header, next_frame
 from .scratch import Scratch
 
 if TYPE_CHECKING:
     from .arrays import Array
+    from .backend import Backend, HostBackend
 
 _LEAST_CODES = CHUNK  # of a frame: in shorter ones two more headers are too many
 # Most codes that are not 0, for links of this many picoseconds per byte and more: up to 160 Mbit/s, and 1.6 Gbit/s,
@@ -54,31 +54,31 @@ def encode_sparse(backend: Backend, codes: Array, coding: Coding, frame: Array) 
     return end
 
 
-def decode_sparse(backend: Backend, frame: Array, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where codes are not 0, int64, rising, and those codes, int32, of a SPARSE frame of `count` codes.
+def decode_sparse(backend: HostBackend, frame: Array, base: Array, out: Array) -> None:
+    """Change what a SPARSE frame of all codes changes in `base`, floats: `out`, which may be `base`.
 
-    Raises DamagedFrame unless every byte is valid.
+    Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
-    frame = numpy_of(frame)
+    frame, count = numpy_of(frame), len(out)
     check_header(backend, frame, (Coder.SPARSE, Predictor.NONE, 0), count)
-    gaps, rest = next_frame(frame[HEADER_BYTES:])
-    changes, rest = next_frame(rest)
-    if len(rest):
-        raise DamagedFrame(f"SPARSE frame goes on for {len(rest)} bytes behind its changes")
+    parts = gaps, changes = _parts(frame[HEADER_BYTES:])
     length = HEADER.unpack(gaps[:HEADER_BYTES])[5]
     # Its header must not ask for more memory than the elements take.
     if length > count:
         raise DamagedFrame(f"SPARSE frame has {length} changes of {count} elements")
-    read = np.empty((2, length), np.int32)
-    for part, codes in zip((gaps, changes), read):
+    read = _scratch.of("read", 2 * length, "int32").reshape(2, length)
+    for part, codes in zip(parts, read):
         backend.decode_codes(part, codes)
-    if not length or not read[1].all():
-        raise DamagedFrame("SPARSE frame has no changes, or zeros among them")
-    # Without a sign, what is below 0 is too large as well.
-    is_inside = int(read[0].view(np.uint32).max()) < count
-    read[0] += 1
-    places = np.cumsum(read[0], dtype=np.int64)
-    places -= 1
-    if not is_inside or places[-1] >= count:
-        raise DamagedFrame(f"SPARSE frame has changes that do not lie in its {count} elements")
-    return places, read[1]
+    if not backend.add_rare_differences(*read, base, out):
+        raise DamagedFrame(
+            f"SPARSE frame has no changes, zeros among them, or changes that do not lie in its {count} elements"
+        )
+
+
+def _parts(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The two frames that a SPARSE frame consists of. Raises DamagedFrame if there are more."""
+    gaps, rest = next_frame(data)
+    changes, rest = next_frame(rest)
+    if len(rest):
+        raise DamagedFrame(f"SPARSE frame goes on for {len(rest)} bytes behind its changes")
+    return gaps, changes

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .arrays import NAMES, bytes_of, device_of, is_on_host, numpy_of
+from .arrays import NAMES, bytes_of, device_of, is_on_host
 from .backend import Backend
 from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
 from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
@@ -65,22 +63,11 @@ def decode_update(backend: Backend, frame: Array, base: Array | None, out: Array
     if base is None or NAMES[out.dtype] not in COUNTED or coder == Coder.SPLIT:
         return decode_floats(backend, frame, out, base)
     if coder == Coder.SPARSE and is_on_host(out):  # GPUs' kernels refuse it
-        return _decode_sparse(backend, frame, base, out)
+        return decode_sparse(backend, frame, base, out)
     codes = _scratch.of("differences", len(out), "int32", device_of(out))
     backend.decode_codes(frame, codes)
     backend.check()
     backend.add_differences(codes, base, out)
-
-
-def _decode_sparse(backend: Backend, frame: Array, base: Array, out: Array) -> None:
-    """Copy `base`, and change only what a SPARSE frame changes."""
-    places, changes = decode_sparse(backend, frame, len(out))
-    base, out, bits = numpy_of(base), numpy_of(out), f"i{out.itemsize}"
-    changed = base.view(bits)[places].view(out.dtype)
-    backend.add_differences(changes, changed, changed)
-    if not np.may_share_memory(out, base):
-        np.copyto(out.view(bits), base.view(bits))
-    out.view(bits)[places] = changed.view(bits)
 
 
 def _coder_of(frame: Array) -> int | None:

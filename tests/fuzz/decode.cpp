@@ -1,5 +1,6 @@
-// Fuzz target: any bytes as a frame, through each function that reads one. Both instruction sets must say the same of
-// it and decode the same, and a frame that RAW or FIXED refuses must leave the output alone.
+// Fuzz target: any bytes as a frame, through each function that reads one, and as the gaps and changes of a SPARSE frame.
+// Both instruction sets must say the same of it and decode the same, and what RAW, FIXED or SPARSE refuse must leave the
+// output alone.
 
 #include "kernels.h"
 #include "repair.h"
@@ -8,7 +9,7 @@ namespace {
 
 using namespace ncz;
 
-enum Function { DECODE_CODES, ADD_CODES, DECODE_FLOATS, REDUCE, FUNCTIONS };
+enum Function { DECODE_CODES, ADD_CODES, DECODE_FLOATS, REDUCE, ADD_RARE, FUNCTIONS };
 
 struct Control {
     uint16_t count;
@@ -81,11 +82,42 @@ Result reduce(const Kernels& kernels, const Memory& frame, const Control& contro
     return {verdict, std::move(sum)};
 }
 
+// The floats that all codes of a SPARSE frame make of `base`, those that are 0 included.
+Memory with_all_codes(const Kernels& kernels, const int32_t* gaps, const int32_t* codes, int64_t changes,
+                      const Memory& base, int64_t count, int32_t dtype) {
+    Memory all(4 * count, 0), out(base.bytes(), kernels.fill);
+    for (int64_t i = 0, place = -1; i < changes; ++i) all.as<int32_t>()[place += 1 + gaps[i]] = codes[i];
+    kernels.add_differences(all.as<int32_t>(), base.data(), count, out.data(), dtype);
+    return out;
+}
+
+// The first half of the input as gaps, the second one as changes.
+Result add_rare(const Kernels& kernels, const Memory& input, const Control& control) {
+    int64_t changes = input.bytes() / 8, count = control.count;
+    int32_t dtype = control.dtype % FLOAT64;
+    Memory gaps(input.data(), 4 * changes, 4 * control.offset), codes(input.data() + 4 * changes, 4 * changes);
+    if (control.repair & 1)
+        for (int64_t i = 0; i < changes; ++i) gaps.as<uint32_t>()[i] &= 63;
+    if (control.repair & 2)
+        for (int64_t i = 0; i < changes; ++i) codes.as<uint32_t>()[i] |= 1;
+    Memory base(element_bytes(dtype) * count, 0x3c), out(base.bytes(), kernels.fill);
+    auto add = [&](const Memory& from, const Memory& to) {
+        return kernels.add_rare_differences(gaps.as<int32_t>(), codes.as<int32_t>(), changes, from.data(), count,
+                                            to.data(), dtype);
+    };
+    if (!add(base, out)) return {-1, std::move(out)};
+    require(out == with_all_codes(kernels, gaps.as<int32_t>(), codes.as<int32_t>(), changes, base, count, dtype),
+            "rare changes give other floats than all codes");
+    require(add(base, base) && base == out, "rare changes give other floats in place");
+    return {0, std::move(out)};
+}
+
 Result run(const Kernels& kernels, const Memory& frame, const Control& control) {
     switch (control.function) {
         case DECODE_CODES: return decode_codes(kernels, frame, control.count, false, control.offset);
         case ADD_CODES: return decode_codes(kernels, frame, control.count, true, control.offset);
         case DECODE_FLOATS: return decode_floats(kernels, frame, control.count, control.dtype, control.offset);
+        case ADD_RARE: return add_rare(kernels, frame, control);
         default: return reduce(kernels, frame, control);
     }
 }

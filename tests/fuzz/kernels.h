@@ -33,6 +33,8 @@
                              const ncz::Noise* noise, uint8_t* scratch);                                              \
     void ncz_differences_##set(const void* x, const void* base, int32_t dtype, int64_t count, int32_t* codes);        \
     void ncz_add_differences_##set(const int32_t* codes, const void* base, int64_t count, void* out, int32_t dtype);  \
+    int32_t ncz_add_rare_differences_##set(const int32_t* gaps, const int32_t* codes, int64_t changes,                \
+                                           const void* base, int64_t count, void* out, int32_t dtype);                \
     void ncz_root_mean_squares_##set(const void* x, int32_t dtype, int64_t count, double most, uint16_t* out);        \
     double ncz_steps_of_##set(const uint16_t* agreed, int64_t blocks, const double* rule, float* inverse_steps,       \
                               float* scales);                                                                         \
@@ -56,6 +58,7 @@ struct Kernels {
     decltype(&ncz_reduce_portable) reduce;
     decltype(&ncz_differences_portable) differences;
     decltype(&ncz_add_differences_portable) add_differences;
+    decltype(&ncz_add_rare_differences_portable) add_rare_differences;
     decltype(&ncz_root_mean_squares_portable) root_mean_squares;
     decltype(&ncz_steps_of_portable) steps_of;
     uint8_t fill;  // what stands in memory before they write to it; another for each of the two that are compared
@@ -65,7 +68,7 @@ struct Kernels {
     ncz_scratch_bytes_##set, ncz_checksum_##set, ncz_block_statistics_##set, ncz_quantize_##set,              \
         ncz_dequantize_##set, ncz_encode_codes_##set, ncz_decode_codes_##set, ncz_encode_##set,               \
         ncz_decode_##set, ncz_reduce_##set, ncz_differences_##set, ncz_add_differences_##set,                 \
-        ncz_root_mean_squares_##set, ncz_steps_of_##set
+        ncz_add_rare_differences_##set, ncz_root_mean_squares_##set, ncz_steps_of_##set
 
 // Two that must agree on everything. Where AVX2 is missing, the portable ones are both; results must then still not
 // depend on what stood in the memory.

@@ -19,7 +19,7 @@ from ncz_plugins.kernels.format import Coder, Coding, Predictor, max_frame_bytes
 
 GOLDEN = Path(__file__).resolve().parent.parent / "unit" / "golden"
 MOST_BYTES = 2000  # of a frame: mutations of large ones are slow and seldom hit what matters
-FUNCTIONS, DTYPES, NO_REPAIR, ALL_REPAIRS = 4, 4, 0, 3  # control bytes of the target decode
+FUNCTIONS, DTYPES, NO_REPAIR, ALL_REPAIRS = 5, 4, 0, 3  # control bytes of the target decode
 CODERS = (Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS)
 PREDICTORS = (Predictor.NONE, Predictor.DELTA)
 FLOATS, INT8, INT16, INT32 = range(4)  # kinds of input of the target encode

@@ -20,6 +20,7 @@ pytestmark = [
 
 
 PLANTED = {  # file: a check, and what it becomes
+    "differences.h": ("needed > count) return false;", "needed > count + 1) return false;"),
     "codec.h": ("if (end_ - in_ >= int64_t(OCTETS * width + SLACK))", "if (end_ - in_ >= int64_t(OCTETS * width))"),
     "rans.h": ("if (left >= 8) return load64(payload_ + at);", "if (left >= 7) return load64(payload_ + at);"),
 }

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 7  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 8  # ncz::ABI_VERSION in common/format.h
 _FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
@@ -78,8 +78,9 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
         _INT64,
         (_POINTER, _POINTER, _INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
     ),
-    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next one in differences.h
+    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next two in differences.h
     "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
+    "add_rare_differences": (_INT32, (_POINTER, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT32)),
     "combine": (None, (_POINTER, _INT32, _INT32, _INT64, _INT32, _INT32, _POINTER)),  # in combine.h
     "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # with the next three in fixed_rate.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
@@ -234,6 +235,13 @@ class CpuBackend(HostBackend):
         number = _DTYPE[dtype]
         known = address(codes, "codes", "int32", count), address(base, "base", dtype, count)
         self._add_differences(*known, count, address(out, "out", dtype), number)
+
+    def add_rare_differences(self, gaps, codes, base, out):
+        count, dtype, changes = len(out), out.dtype, len(codes)
+        number = _DTYPE[dtype]
+        rare = address(gaps, "gaps", "int32", changes), address(codes, "codes", "int32"), changes
+        floats = address(base, "base", dtype, count), count, address(out, "out", dtype)
+        return bool(self._add_rare_differences(*rare, *floats, number))
 
     def combination(self, values, how, out, divisor=1):
         count, dtype = out.numel(), out.dtype

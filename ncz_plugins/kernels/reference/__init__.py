@@ -86,6 +86,15 @@ class ReferenceBackend(HostBackend):
     def add_differences(self, codes, base, out):
         _integers(out)[:] = differences.restored(numpy_of(codes), _integers(base))
 
+    def add_rare_differences(self, gaps, codes, base, out):
+        places = differences.places(numpy_of(gaps), numpy_of(codes), len(base))
+        if places is None:
+            return False
+        changed = differences.restored(numpy_of(codes), _integers(base)[places])
+        _integers(out)[:] = _integers(base)
+        _integers(out)[places] = changed
+        return True
+
     def root_mean_squares(self, x, most, out):
         _bits(out)[:] = scales.root_mean_squares(_values(x), most)
 

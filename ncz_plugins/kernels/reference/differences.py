@@ -15,6 +15,13 @@ def restored(codes: np.ndarray, base: np.ndarray) -> np.ndarray:
     return ordered(ordered(base) + codes.astype(base.dtype))
 
 
+def places(gaps: np.ndarray, codes: np.ndarray, count: int) -> np.ndarray | None:
+    """Numbers of the elements that change, of `count`. None unless there are any, all inside, by codes other than 0."""
+    found = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    is_right = len(codes) and codes.all() and gaps.min() >= 0 and found[-1] < count
+    return found if is_right else None
+
+
 def ordered(bits: np.ndarray) -> np.ndarray:
     """Integers in the order of the floats with these bits; its own inverse.
 

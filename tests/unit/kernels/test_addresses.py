@@ -75,6 +75,9 @@ CALLS = {
     "reduce": {"frame": frame(), "x": floats(), "inverse_steps": steps(), "coding": CODING, "out": room()},
     "differences": {"x": floats(), "base": floats(), "codes": codes()},
     "add_differences": {"codes": codes(), "base": floats(), "out": floats()},
+    "add_rare_differences": {
+        "gaps": torch.zeros(COUNT, dtype=torch.int32), "codes": codes(), "base": floats(), "out": floats(),
+    },
     "checksum": {"frame": frame()},
     "root_mean_squares": {"x": floats(), "most": 1e30, "out": torch.zeros(BLOCKS, dtype=torch.bfloat16)},
     "steps_of": {"agreed": torch.ones(BLOCKS, dtype=torch.bfloat16), "rule": RULE},
@@ -90,7 +93,7 @@ SIZES_THE_CALL = {  # the tensors whose own length says how much is worked on: t
     ("block_statistics", "x"), ("quantize", "x"), ("dequantize", "out"), ("encode_codes", "codes"),
     ("decode_codes", "codes"), ("decode_codes", "frame"), ("encode", "x"), ("decode", "frame"), ("decode", "out"),
     ("reduce", "frame"), ("reduce", "x"), ("differences", "x"), ("add_differences", "out"), ("root_mean_squares", "x"),
-    ("steps_of", "agreed"), ("add_packed", "out"),
+    ("steps_of", "agreed"), ("add_packed", "out"), ("add_rare_differences", "codes"), ("add_rare_differences", "out"),
 }  # fmt: skip
 
 

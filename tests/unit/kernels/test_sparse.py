@@ -26,7 +26,8 @@ from ncz_plugins.kernels.updates import decode_update, encode_update, max_update
 COUNT = 3 * CHUNK + 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 AUTO = Coding(costs=SelectorCosts(link=80_000))  # 100 Mbit/s, as for patches
-BACKEND = kernels.cpu_backend()
+BACKEND, REFERENCE = kernels.cpu_backend(), kernels.load("reference")
+COMPILED = [kernels.load(name) for name in ("avx2", "portable") if kernels.statuses()[name] == "ok"]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -160,8 +161,35 @@ def test_changes_of_nothing_are_refused():
 def test_random_flips(data):
     base, x = versions(torch.bfloat16, range(5, COUNT, 397), 3)
     damaged = with_flipped_bits(encoded(BACKEND, x, base), data)
+    expected = made_of(REFERENCE, damaged, base)
+    for backend in COMPILED:
+        found = made_of(backend, damaged, base)
+        assert (found is None) == (expected is None) and (found is None or torch.equal(bits(found), bits(expected)))
+
+
+def made_of(backend, frame: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
+    """The newer version; None if the frame is damaged."""
     out = base.clone()
     try:
-        decode_update(BACKEND, damaged, out, out)
+        decode_update(backend, frame, out, out)
     except DamagedFrame:
         assert torch.equal(bits(out), bits(base))
+        return None
+    return out
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    parts=st.lists(st.tuples(st.integers(-2, 5000), st.integers(-(2**31), 2**31 - 1)), max_size=12),
+)
+def test_any_gaps_and_changes(dtype, parts):
+    base, _ = versions(dtype, [])
+    gaps, codes = (torch.tensor([part[k] for part in parts], dtype=torch.int32) for k in range(2))
+    expected = base.clone()
+    is_right = REFERENCE.add_rare_differences(gaps, codes, base, expected)
+    for backend in COMPILED:
+        for out in (torch.zeros_like(base), base.clone()):
+            before = out.clone()
+            assert backend.add_rare_differences(gaps, codes, base, out) == is_right
+            assert torch.equal(bits(out), bits(expected if is_right else before))
