@@ -251,7 +251,7 @@ class Backend(ABC):
         word = int.from_bytes(bytes_of(data[4 * field : HEADER_BYTES]), "little")
         return (self.checksum(data) + checksum_term(word, field)) % 2**32
 
-    def check(self, report: Tensor | None = None) -> None:  # noqa: B027 - most backends have nothing to do here
+    def check(self, report: Array | None = None) -> None:  # noqa: B027 - most backends have nothing to do here
         """Raise DamagedFrame if a call since the last check met damage. CPU kernels raise at once instead.
 
         Args:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,8 +100,8 @@ class GpuCodec(QuantizingCodec):
         if not self._is_checked:
             self.check()
 
-    def check(self, *tensors: Tensor) -> list[Tensor]:
-        """Do what `finish` does, and copy `tensors` to host memory with the same wait. Returns the copies."""
+    def check(self, *tensors: Tensor) -> list[np.ndarray]:
+        """Do what `finish` does, and copy `tensors` to host memory with the same wait: see `Device.check`."""
         self._decode_waiting()
         with frame_errors("a frame"):
             copies = self.device.check(*tensors)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -212,7 +213,8 @@ class GpuPiecesCodec(FramedPieces):
         if not self.quantizes:
             return self._decoder.finish()
         [outcomes] = self._decoder.check(self._outcomes)
-        for source, (message, outcome) in enumerate(zip(self._coming, outcomes.view(-1, OUTCOME_NUMBERS).tolist())):
+        outcomes = outcomes.view(np.int64).reshape(-1, OUTCOME_NUMBERS).tolist()
+        for source, (message, outcome) in enumerate(zip(self._coming, outcomes)):
             if message.measured and message.outcome != outcome:
                 raise FrameError(
                     f"what rank {source} measured of its values is damaged: it is something else here. "

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -94,8 +95,11 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def check(self, *tensors: Tensor) -> list[Tensor]:
-        """Do what `synchronize` does, and copy `tensors` to host memory. Raises DamagedFrame if a frame was damaged."""
+    def check(self, *tensors: Tensor) -> list[np.ndarray]:
+        """Do what `synchronize` does, and copy `tensors` to host memory. Raises DamagedFrame if a frame was damaged.
+
+        Returns the bytes of each tensor: uint8, [nbytes].
+        """
 
     @contextmanager
     def using(self, memory: list[Tensor]) -> Iterator[None]:
@@ -170,9 +174,9 @@ class Host(Device):
         for error in errors:
             raise error
 
-    def check(self, *tensors: Tensor) -> list[Tensor]:
+    def check(self, *tensors: Tensor) -> list[np.ndarray]:
         self.synchronize()  # the CPU kernels have raised DamagedFrame already
-        return list(tensors)
+        return [tensor.view(torch.uint8).numpy() for tensor in tensors]
 
     def abandon(self, memory: list[Tensor]) -> None:
         with suppress(BaseException):
@@ -272,12 +276,14 @@ class Gpu(Device):
         # torch's synchronize would wait for ever if a peer has died.
         poll(done.query, self._require_healthy, self._timeout, f"{self._device}")
 
-    def check(self, *tensors: Tensor) -> list[Tensor]:
+    def check(self, *tensors: Tensor) -> list[np.ndarray]:
         wanted = [self.backend.report(self._device), *tensors]
-        together = self.copy_to_host(torch.cat([each.view(torch.uint8) for each in wanted]))
-        report, *copies = together.split([each.nbytes for each in wanted])
-        self.backend.check(report.view(torch.int64))
-        return [copy.view(tensor.dtype) for copy, tensor in zip(copies, tensors)]
+        # As arrays of numpy, which are cut in a tenth of the time that tensors take.
+        together = self.copy_to_host(torch.cat([each.view(torch.uint8) for each in wanted])).numpy()
+        ends = [*accumulate([each.nbytes for each in wanted], initial=0)]
+        report, *copies = [together[begin:end] for begin, end in pairwise(ends)]
+        self.backend.check(report.view(np.int64))
+        return copies
 
     def abandon(self, memory: list[Tensor]) -> None:
         if self.recorded is not None:

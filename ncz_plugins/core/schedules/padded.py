@@ -168,8 +168,7 @@ class _PaddedFrames:
         """Wait for the GPU. Afterwards `left` has the frames that were cut off. Raises FrameError."""
         both = [*self._own.values(), *self._received.values()]  # none received if the call goes plain
         with span("wait", 0, self._counters):
-            copies = self._codec.check(*[memory[: FRONT_BYTES + HEADER_BYTES] for memory in both])
-        fronts = [copy.numpy() for copy in copies]
+            fronts = self._codec.check(*[memory[: FRONT_BYTES + HEADER_BYTES] for memory in both])
         self.left = []
         if self._codec.bypass:
             return

@@ -228,7 +228,7 @@ class CudaBackend(GpuBackend):
     def check(self, report=None):
         if report is None:
             for found in self._per_thread.reports.values():
-                self.check(found.cpu())
+                self.check(found.cpu().numpy())
             return
         result, count, frame_bytes, *header = report[:_REPORT_NUMBERS].tolist()
         if result:
