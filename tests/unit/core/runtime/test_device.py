@@ -11,7 +11,8 @@ import torch
 
 from ncz_plugins import kernels
 from ncz_plugins.core.errors import PeerError, UnsupportedError
-from ncz_plugins.core.runtime.device import Host, poll, record_event, require_kernels
+from ncz_plugins.core.runtime.device import Gpu, Host, poll, record_event, require_kernels
+from ncz_plugins.core.runtime.recorded import ENVIRONMENT
 
 CUDA = torch.device("cuda", 0)
 
@@ -86,6 +87,22 @@ def test_no_job_writes_to_the_callers_memory_after_an_error():
         begun.wait(10)
         raise ValueError("a peer died")
     assert output == 1  # the job has ended
+
+
+def test_memory_of_a_failed_call_stays_until_a_gpu_has_done_what_is_queued(monkeypatch):
+    """torch gives it to nothing else before."""
+    stays = []
+    monkeypatch.setenv(ENVIRONMENT, "0")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: "the stream of calls")
+    monkeypatch.setattr(kernels, "cuda_backend", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *noted: stays.append(noted))
+    gpu, memory = Gpu(torch.device("cpu"), timedelta(1), lambda: None), [torch.zeros(1), torch.zeros(2)]
+    with gpu.using(memory):
+        pass
+    assert not stays
+    with pytest.raises(PeerError, match="a peer died"), gpu.using(memory):
+        raise PeerError("a peer died")
+    assert [(tensor.numel(), stream) for tensor, stream in stays] == [(n, "the stream of calls") for n in (1, 2)]
 
 
 def test_frames_keep_their_bytes_until_the_next_collective():
