@@ -22,6 +22,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,10 +102,10 @@ def name_of(value: object) -> str:
 @cache
 def blocks(page: Path) -> list[Block]:
     """All blocks of a page, in order."""
-    text = page.read_text()
+    source = page.read_text()
     found, word, rest = [], "", ""
-    for match in FENCE.finditer(text):
-        line = text.count("\n", 0, match.start()) + 1
+    for match in FENCE.finditer(source):
+        line = source.count("\n", 0, match.start()) + 1
         if match["word"] == "code":
             found.append(Block(page, line, "python", match["rest"], "code", ""))
         elif match["word"]:
@@ -113,7 +114,8 @@ def blocks(page: Path) -> list[Block]:
                 found.append(Block(page, line, "", "", word, rest))
                 word, rest = "", ""
         else:
-            found.append(Block(page, line, match["language"], match["text"], word, rest))
+            text = textwrap.dedent(match["text"])  # in a tab it is indented
+            found.append(Block(page, line, match["language"], text, word, rest))
             word, rest = "", ""
     assert not word, f"{page}: a comment '{word}' stands before no block"
     return found
