@@ -31,10 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files; needs no display
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -42,6 +38,7 @@ from rich.table import Table
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import Node, bits_per_second, link
 from ncz_plugins.cli import machine
+from ncz_plugins.cli.picture import BLACK, finish, new_figure, save_figure
 from ncz_plugins.core.errors import NczError
 from ncz_plugins.version import __version__
 
@@ -361,32 +358,37 @@ def document(found: list[Runs], arguments: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def draw(found: list[Runs], arguments: argparse.Namespace, path: Path) -> None:
-    """Seconds and bytes of a step as bars, a group for each framework; dots are single steps."""
-    figure, (times, traffic) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    ticks = {}
-    x = -1
-    for runs, summary, speed_up in _compared(found):
-        first = runs.name == "plain"
-        x += 2 if first and ticks else 1  # a gap between the frameworks
-        ticks[x] = runs.name + (f"\n\n{runs.framework}" if first else "")
-        times.bar(x, summary["step_seconds"], color=COLORS[runs.name])
-        times.plot([x] * len(runs.seconds), runs.seconds, ".", color="black", alpha=0.3, markersize=4)
-        times.annotate(f"{speed_up:.2f} x", (x, 0), (0, 4), textcoords="offset points", ha="center", color="white")
-        sent, gradients = summary["bytes_per_step"] / 1e6, summary["gradient_bytes_per_step"] / 1e6
-        traffic.bar(x, gradients, color=COLORS[runs.name])
-        traffic.bar(x, sent - gradients, bottom=gradients, color=COLORS[runs.name], alpha=0.35)
-        figures = f"{gradients:.1f} + {sent - gradients:.1f}"
-        traffic.annotate(figures, (x, sent), (0, 2), textcoords="offset points", ha="center", size=9)
-    times.set(title=f"Seconds per step, {RANKS} nodes at {arguments.link}", ylabel="s")
-    traffic.set(title="Sent per step and node: gradients + all else (pale)", ylabel="MB")
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Seconds and bytes of a step as bars, a group for each framework; dots are single steps.
+
+    Args:
+        results: what `document` returns, and the JSON file holds.
+    """
+    rows, labels, y = results["runs"], {}, -1.0
+    figure, (times, traffic) = new_figure(2, height=0.9 + 0.33 * len(rows))
+    for row in rows:
+        first = row["name"] == "plain"
+        y += 1.6 if first and labels else 1  # a gap between the frameworks
+        labels[y] = f"{row['framework']}: plain" if first else row["name"]
+        color = COLORS[row["name"]]
+        times.barh(y, row["step_seconds"], color=color)
+        times.plot(row["seconds"], [y] * len(row["seconds"]), ".", color=BLACK, alpha=0.3, markersize=4)
+        words = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        times.annotate(f"{row['speed_up']:.2f} x", (0, y), color="white", weight="bold", **words)
+        sent, gradients = row["bytes_per_step"] / 1e6, row["gradient_bytes_per_step"] / 1e6
+        traffic.barh(y, gradients, color=color)
+        traffic.barh(y, sent - gradients, left=gradients, color=color, alpha=0.35)
+        traffic.annotate(f"{gradients:.1f} + {sent - gradients:.1f}", (sent, y), **words)
+    times.set_xlabel("s")
+    traffic.set_xlabel("MB")
+    traffic.margins(x=0.28)
     for axes in (times, traffic):
-        axes.set_xticks(list(ticks), list(ticks.values()))
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        axes.set_yticks(list(labels), list(labels.values()))
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+    finish(times, f"time of a step, {results['ranks']} nodes at {results['link']}")
+    finish(traffic, "sent per step and node: gradients + all else (pale)")
+    save_figure("--output", path, figure)
 
 
 def main() -> int:
@@ -405,8 +407,9 @@ def main() -> int:
         return 1
     for path in (numbers, picture):
         path.parent.mkdir(parents=True, exist_ok=True)
-    numbers.write_text(json.dumps(document(found, arguments), indent=1) + "\n")
-    draw(found, arguments, picture)
+    results = document(found, arguments)
+    numbers.write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, picture)
     console.print(table(found, arguments))
     console.print(f"Figures: {numbers}\nPicture: {picture}", soft_wrap=True)
     return 0
