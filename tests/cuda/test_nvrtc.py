@@ -20,7 +20,7 @@ from ncz_plugins.kernels.cuda import nvrtc
 
 # Blocks of 256 threads; smaller ones, of which at least three fit on a multiprocessor.
 MOST_REGISTERS = {"NCZ_KERNEL": 64, "NCZ_KERNEL_OF": 128}
-MOST_REGISTERS |= dict.fromkeys(("NCZ_CHUNK_KERNEL", "NCZ_SUM_KERNEL", "NCZ_RANDOM_SUM_KERNEL"), 168)
+MOST_REGISTERS |= dict.fromkeys(("NCZ_CHUNK_KERNEL", "NCZ_SUM_KERNEL"), 168)
 # Bytes of each thread that the compiler keeps in memory, stores and loads. float64 is rare.
 MOST_SPILLED = {torch.float32: 0, torch.bfloat16: 0, torch.float16: 0, torch.float64: 64}
 MOST_SHARED = 48 << 10  # bytes, without asking for more
@@ -150,6 +150,31 @@ def test_the_kernels_of_a_module_are_found_in_it(compiled):
     for kind in KINDS:
         cubin, log = compiled[kind]
         assert set(nvrtc.kernels_in(cubin)) == set(resources(log))
+
+
+def test_the_first_launch_loads_all_kernels_with_one_split_of_shared_memory(compiled, monkeypatch):
+    """With a driver that notes what it is told: no kernel is loaded later, while NCCL waits for a peer."""
+    done, here = [], torch.empty(1).get_device()
+    driver = {
+        "moduleLoadData": lambda code: code,
+        "moduleGetFunction": lambda code, kernel: (code, kernel),
+        "funcSetAttribute": lambda function, attribute, value: done.append((function, attribute, value)),
+        "launchKernel": lambda function, *_: done.append((function, "launched")),
+    }
+    for name, function in driver.items():
+        monkeypatch.setattr(nvrtc.driver, name, function)
+    monkeypatch.setattr(nvrtc.runtime, "setDevice", lambda device: None)
+    monkeypatch.setattr(nvrtc, "compiled", lambda *kind: compiled[kind][0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+    launcher, codes = nvrtc.CupyLauncher(), [compiled[dtype, "sm_90"][0] for dtype in (torch.float32, torch.bfloat16)]
+    for _ in range(2):
+        launcher.launch("ncz_pack", torch.bfloat16, 1, 256, torch.zeros(1))
+    share = nvrtc.driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100
+    assert set(done[:-2]) == {((code, kernel), *share) for code in codes for kernel in nvrtc.kernels_in(code)}
+    assert done[-2:] == 2 * [((codes[1], "ncz_pack"), "launched")]
 
 
 def test_a_gpu_newer_than_the_compiler_gets_ptx(compiled):

@@ -88,7 +88,7 @@ NCZ_SUM_KERNEL(ncz_decode_sum)(const __grid_constant__ Pieces pieces, NCZ_OPENED
     decode_sum(floats_of, pieces, {inputs, statuses, report, offsets, entries}, *shared);
 }
 
-NCZ_RANDOM_SUM_KERNEL(ncz_decode_sum_at_random)
+NCZ_SUM_KERNEL(ncz_decode_sum_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED) {
     NCZ_SHARED(ToDecode, shared, 1);
     auto source_of = [&noise](const Piece& piece) { return random_floats_of(piece, noise); };

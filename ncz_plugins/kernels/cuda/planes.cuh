@@ -498,14 +498,13 @@ NCZ_DEVICE void sum_codes(SourceOf source_of, bool adds, const Pieces& pieces, c
 
 // Kernels that add frames up have more to hold, so that fewer blocks fit on a multiprocessor; with more, they would spill.
 #if NCZ_DTYPE == 3
-constexpr int SUM_BLOCKS = 3, RANDOM_SUM_BLOCKS = 3;
+constexpr int SUM_BLOCKS = 3;
 #elif __CUDA_ARCH__ < 900
-constexpr int SUM_BLOCKS = 5, RANDOM_SUM_BLOCKS = 5;
+constexpr int SUM_BLOCKS = 5;
 #else
-constexpr int SUM_BLOCKS = 6, RANDOM_SUM_BLOCKS = 5;
+constexpr int SUM_BLOCKS = 6;
 #endif
 #define NCZ_SUM_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, SUM_BLOCKS, name)
-#define NCZ_RANDOM_SUM_KERNEL(name) NCZ_KERNEL_OF(CHUNK_THREADS, RANDOM_SUM_BLOCKS, name)
 
 // Of each piece the sum of its values' codes and of its frames, as PLANES frame.
 NCZ_SUM_KERNEL(ncz_sum_planes)
@@ -516,7 +515,7 @@ NCZ_SUM_KERNEL(ncz_sum_planes)
     sum_planes(floats_of, pieces, opened, predictor, Writing{written, sizes}, rooms, *shared);
 }
 
-NCZ_RANDOM_SUM_KERNEL(ncz_sum_planes_at_random)
+NCZ_SUM_KERNEL(ncz_sum_planes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, int predictor, Written* written,
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
@@ -534,7 +533,7 @@ NCZ_SUM_KERNEL(ncz_sum_codes)
     sum_codes(floats_of, true, pieces, opened, Writing{written, sizes}, rooms);
 }
 
-NCZ_RANDOM_SUM_KERNEL(ncz_sum_codes_at_random)
+NCZ_SUM_KERNEL(ncz_sum_codes_at_random)
 (const __grid_constant__ Pieces pieces, const __grid_constant__ Noise noise, NCZ_OPENED, Written* written,
  long long* sizes) {
     NCZ_SHARED(TileWords, rooms, TILES_OF_CHUNK);
