@@ -1,32 +1,42 @@
-"""One training of the suite under DDP with any configuration, a process for each rank:
+"""One training of the suite under DDP, a process for each rank:
 
-    torchrun --nproc-per-node 2 benchmarks/convergence/under_ddp.py CONFIG [--task GPT] [--seed 0] [--steps 300]
+    torchrun --nproc-per-node 2 benchmarks/convergence/under_ddp.py CONFIG [--task GPT] [--optimizer Muon] [--seed 0]
 
-CONFIG is "plain", a preset, a file, or JSON. Muon trains the layers' matrices. Rank 0 prints the loss, the mean of the
-last fifth of the steps, and the ratio of fp32's bytes to what was sent. For the smallest frames set transport.link_gbps
-to 0.1.
+CONFIG is "plain", a preset, a file, JSON, or a hook of torch: "fp16", or "powersgd-4" for rank 4, which begins after a
+tenth of the steps. Muon trains the layers' matrices. Rank 0 prints the loss, the mean of the last fifth of the steps,
+the ratio of fp32's bytes to what was sent, by the statistics of ours, and the bytes that each rank sent for the last
+step's gradients through the loopback, which nothing else may use: in a network namespace,
+
+    unshare --net sh -c "ip link set lo up && torchrun ..."
+
+For the smallest frames set transport.link_gbps to 0.1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from optimizers import optimizers, rate
 from tasks import TASKS
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training import LAST, identical, plain_average
 
 from ncz_plugins.torch import ddp
 
+from network import SentBytes  # isort: skip  # of examples/, which `tasks` puts on the path
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--task", choices=TASKS, default="GPT")
+    parser.add_argument("--optimizer", default="Muon", help="as in optimizers.py (default: Muon)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
@@ -44,17 +54,17 @@ def train(options: argparse.Namespace) -> dict[str, float | bool]:
     task, rank, ranks = TASKS[options.task](), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(options.seed)
     model = task.model().to(task.dtype)
-    used = optimizers("Muon", dict(model.named_parameters()), task.sgd_rate)
+    used = optimizers(options.optimizer, dict(model.named_parameters()), task.sgd_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, options.steps)) for each in used]
-    wrapped, compression = DistributedDataParallel(model), None
-    if options.config != "plain":
-        config = json.loads(options.config) if options.config.startswith("{") else options.config
-        compression = ddp.compress(wrapped, config)
-    losses = []
+    # Collectives that PowerSGD starts in callbacks come in another order on each rank if there are several buckets.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1024 if "powersgd" in options.config else None)
+    compression = compressed(wrapped, options.config, options.steps)
+    losses, last = [], SentBytes(dist.barrier)
     for step in range(options.steps):
         wrapped.zero_grad()
         loss = task.loss(wrapped, task.training_batch(options.seed, step, rank, ranks))
-        loss.backward()
+        with last if step == options.steps - 1 else nullcontext():
+            loss.backward()
         if task.clip:
             clip_grad_norm_(model.parameters(), task.clip)
         for each in (*used, *schedules):
@@ -65,10 +75,29 @@ def train(options: argparse.Namespace) -> dict[str, float | bool]:
         "training_loss": of_steps[-max(1, round(LAST * options.steps)) :].mean().item(),
         "replicas_identical": identical(parameters_to_vector(model.parameters())),
         "ratio": 1.0 if compression is None else compression.training.stats.total.ratio,
+        "bytes_of_last_step": last.total // ranks,
     }
     for key, value in task.evaluate(model.eval(), rank, ranks).items():
         found[key] = plain_average(torch.tensor(value)).item() * ranks
     return found
+
+
+def compressed(model: DistributedDataParallel, config: str, steps: int) -> ddp.Compression | None:
+    """Have gradients averaged as `config` says. Returns what compresses, if that is ours."""
+    if config == "fp16":
+        model.register_comm_hook(None, fp16)
+    elif config.startswith("powersgd"):
+        rank = int(config.partition("-")[2])
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=steps // 10)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif config != "plain":
+        return ddp.compress(model, json.loads(config) if config.startswith("{") else config)
+    return None
+
+
+def fp16(state, bucket):
+    """torch's own hook, which DDP refuses by its name where there is no NCCL."""
+    return default_hooks.fp16_compress_hook(state, bucket)
 
 
 if __name__ == "__main__":
