@@ -1,8 +1,8 @@
 """The documentation is true: its links lead somewhere, its names exist, its snippets, examples and commands run.
 
 The Python blocks of a page are one program, which runs on as many ranks as the page says. YAML and JSON blocks are
-valid configurations. Commands are checked against the real command line, and those marked `run` are executed. Comments
-in a page say what differs; a reader of the site does not see them:
+valid configurations, and a diff block is what its new side is. Commands are checked against the real command line, and
+those marked `run` are executed. Comments in a page say what differs; a reader of the site does not see them:
 
     <!-- test: ranks 2 -->          for the page: its program runs in 2 processes, as under torchrun
     <!-- test: code
@@ -114,11 +114,19 @@ def blocks(page: Path) -> list[Block]:
                 found.append(Block(page, line, "", "", word, rest))
                 word, rest = "", ""
         else:
-            text = textwrap.dedent(match["text"])  # in a tab it is indented
-            found.append(Block(page, line, match["language"], text, word, rest))
+            language, text = match["language"], textwrap.dedent(match["text"])  # in a tab it is indented
+            if language == "diff":
+                language, text = new_side(text)
+            found.append(Block(page, line, language, text, word, rest))
             word, rest = "", ""
     assert not word, f"{page}: a comment '{word}' stands before no block"
     return found
+
+
+def new_side(diff: str) -> tuple[str, str]:
+    """The language of a diff, and what it leaves, each line where it was."""
+    text = "".join("\n" if line[0] == "-" else line[1:] or "\n" for line in diff.splitlines(keepends=True))
+    return "json" if text.lstrip().startswith("{") else "python", text
 
 
 def of_language(pages: list[Path], *languages: str) -> list[Block]:
@@ -160,7 +168,7 @@ def test_links_and_pictures_lead_somewhere(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.is_file(), f"{target}: no such file"
-        if page.parent != ROOT:
+        if ROOT / "docs" in page.parents:
             assert not path or (ROOT / "docs") in file.parents, f"{target} leads out of docs, where the site ends"
         assert not anchor or anchor in anchors(file), f"{target}: {file.name} has no such heading"
 
