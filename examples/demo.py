@@ -41,6 +41,10 @@ LOG_TAIL = 40  # lines of the launcher's log shown when it fails
 console = Console()
 
 
+class Stopped(Exception):
+    """A signal that ends the demonstration; its number is the argument."""
+
+
 class DemoError(Exception):
     """What ends the demonstration; the message says what to do, or shows the end of a log."""
 
@@ -107,9 +111,12 @@ def parse_arguments():
 @contextlib.contextmanager
 def alone_in(folder: Path):
     """Hold a folder, so that a second demonstration does not write the same files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = open(folder / ".lock", "w")
+    except OSError as error:
+        raise DemoError(f"Can't write to {folder}: {error.strerror}; give another folder as --output") from None
+    with held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -118,8 +125,6 @@ def alone_in(folder: Path):
                 "another folder as --output"
             ) from None
         yield
-    finally:
-        os.close(held)
 
 
 def slow_steps(arguments) -> tuple[int, str]:
@@ -350,20 +355,28 @@ def report(plain: Run, ncclz: Run, arguments, why_not_slow: str):
     )
 
 
+def stop(number: int, _) -> None:
+    """Unwind, so that the launcher is stopped as well."""
+    raise Stopped(number)
+
+
 def main() -> int:
     arguments = parse_arguments()
     arguments.output = arguments.output.resolve()
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # unwinds, so the launcher is stopped too
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as it is under nohup
+            signal.signal(ending, stop)
     try:
         with alone_in(arguments.output):
             slow, why_not = slow_steps(arguments)
             configs = {"plain": arguments.plain, "ncclz": arguments.ncclz}
             runs = [train_with_progress(name, file.resolve(), arguments, slow) for name, file in configs.items()]
             report(*runs, arguments, why_not)
-    except KeyboardInterrupt:
-        console.print("interrupted; the training processes are stopped")
-        return 128 + signal.SIGINT
+    except Stopped as stopped:
+        (number,) = stopped.args
+        with contextlib.suppress(OSError):  # the terminal is gone after a hang-up
+            console.print(f"stopped by {signal.Signals(number).name}, and so are the training processes")
+        return 128 + number
     except DemoError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1

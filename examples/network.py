@@ -44,7 +44,7 @@ class SentBytes:
 
 
 def limit_connections(megabits: float) -> None:
-    """Let each TCP connection that this process has open send at most so many Mbit/s.
+    """Let each TCP connection that this process has open send at most `megabits` Mbit/s.
 
     The kernel paces them, which needs neither root nor a network of one's own. Two ranks that use one connection at a
     time are then as far apart as by a link of that rate. Connections that are opened later have no limit, so call this
@@ -52,7 +52,11 @@ def limit_connections(megabits: float) -> None:
     """
     for connection in _connections():
         with connection:
-            connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, round(megabits * 1e6 / 8))
+            _limit(connection, megabits)
+
+
+def _limit(connection: socket.socket, megabits: float) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, round(megabits * 1e6 / 8))
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -61,8 +65,13 @@ def _connections() -> Iterator[socket.socket]:
         try:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 continue
-            copy = socket.socket(fileno=os.dup(int(descriptor)))
+            number = os.dup(int(descriptor))
         except OSError:  # closed since
+            continue
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:  # it has become a file since
+            os.close(number)
             continue
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
             yield copy
@@ -71,13 +80,13 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def can_limit_connections() -> bool:
-    """Whether `limit_connections` has an effect here, tried with 2 MiB over the loopback in a sixth of a second."""
+    """Whether a limit has an effect here, tried with 2 MiB over a connection of its own in a sixth of a second."""
     nbytes = 2 << 20
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
             try:
-                limit_connections(SLOW_MBITS)
+                _limit(sender, SLOW_MBITS)
             except OSError:
                 return False
             started = time.perf_counter()

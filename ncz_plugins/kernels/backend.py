@@ -314,8 +314,8 @@ class HostBackend(Backend):
         """`add_differences` of few elements; all others are those of `base`. `out` may be `base`.
 
         Args:
-            gaps: how many elements lie before each that changes, from the one before it on: int32, [changes].
-            codes: its change: int32, [changes].
+            gaps: elements that stay, between each change and the one before it: int32, [changes].
+            codes: the changes: int32, [changes].
 
         Returns False, and leaves `out` as it is, unless there are changes, all in `base`, and none is 0.
         """

@@ -70,9 +70,8 @@ def decode_sparse(backend: HostBackend, frame: Array, base: Array, out: Array) -
     for part, codes in zip(parts, read):
         backend.decode_codes(part, codes)
     if not backend.add_rare_differences(*read, base, out):
-        raise DamagedFrame(
-            f"SPARSE frame has no changes, zeros among them, or changes that do not lie in its {count} elements"
-        )
+        wrong = "no changes" if not length else "zeros among its changes" if not read[1].all() else None
+        raise DamagedFrame(f"SPARSE frame has {wrong or f'changes that do not lie in its {count} elements'}")
 
 
 def _parts(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

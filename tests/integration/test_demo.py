@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,24 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 SECONDS = 120  # they take seconds on an idle machine
+STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-def demo(*arguments: object, python: str | Path = sys.executable, **options) -> subprocess.Popen:
+@contextmanager
+def demo(*arguments: object, python: str | Path = sys.executable, **options) -> Iterator[subprocess.Popen]:
+    """The demonstration, which takes signals though the tests may ignore them, and ends with the block."""
+    command = [python, ROOT / "examples" / "demo.py", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([python, ROOT / "examples" / "demo.py", *map(str, arguments)], **pipes, **options)
+    with subprocess.Popen(command, preexec_fn=take_signals, **pipes, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def take_signals() -> None:
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def with_words(words: str) -> list[str]:
@@ -35,34 +50,43 @@ def with_words(words: str) -> list[str]:
     return [each.name for each in Path("/proc").glob("[0-9]*") if words in command_line(each)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOPPING)
 def test_a_stopped_demonstration_leaves_no_process(number, tmp_path):
-    log_file = str(tmp_path / "plain.jsonl")  # in the command line of the launcher and of each rank
-    process = demo("--steps", 4, "--output", tmp_path)
-    deadline = time.monotonic() + SECONDS
-    while not with_words(log_file):
-        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
-        time.sleep(0.1)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=SECONDS)
+    records = tmp_path / "plain.jsonl"  # in the command line of the launcher and of each rank
+    with demo("--steps", 40, "--output", tmp_path) as process:
+        deadline = time.monotonic() + SECONDS
+        while not (records.exists() and records.stat().st_size):  # the ranks train
+            assert time.monotonic() < deadline and process.poll() is None, "no step was made"
+            time.sleep(0.1)
+        assert len(with_words(str(records))) >= 3
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + number, output
+    assert f"stopped by {signal.Signals(number).name}, and so are the training processes" in output
     assert "Traceback" not in output
-    while left := with_words(log_file):
+    deadline = time.monotonic() + SECONDS
+    while left := with_words(str(records)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
 def test_a_second_one_beside_the_first_is_refused(tmp_path):
-    held = os.open(tmp_path, os.O_RDONLY)
-    try:
+    with open(tmp_path / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        process = demo("--output", tmp_path)
-        output, _ = process.communicate(timeout=SECONDS)
-    finally:
-        os.close(held)
+        with demo("--output", tmp_path) as process:
+            output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert f"Another demonstration writes to {tmp_path}: wait for its end" in output
-    assert list(tmp_path.iterdir()) == []
+    assert [each.name for each in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_folder_that_is_none_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with demo("--output", file) as process:
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert f"Can't write to {file}: File exists; give another folder as --output" in output
 
 
 def test_a_missing_launcher_is_named_with_the_remedy(tmp_path):
@@ -70,15 +94,15 @@ def test_a_missing_launcher_is_named_with_the_remedy(tmp_path):
     bare.parent.mkdir()
     bare.symlink_to(shutil.which(sys.executable))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = demo("--output", tmp_path / "results", python=bare, env=environment)
-    output, _ = process.communicate(timeout=SECONDS)
+    with demo("--output", tmp_path / "results", python=bare, env=environment) as process:
+        output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert f"DeepSpeed's launcher is not here: {bare.with_name('deepspeed')}. `make demo` installs it" in output
 
 
 @pytest.mark.parametrize("option", ["--steps", "--ranks"])
 def test_too_few_are_refused(option, tmp_path):
-    process = demo(option, 1, "--output", tmp_path)
-    output, _ = process.communicate(timeout=SECONDS)
+    with demo(option, 1, "--output", tmp_path) as process:
+        output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 2
     assert f"argument {option}: 1 is too few: give 2 or more" in output

@@ -27,11 +27,11 @@ void add_differences(const int32_t* codes, const T* base, int64_t count, T* out)
     }
 }
 
-// So many elements are copied before they change, so that they are still in the fastest cache.
+// 4096 elements are copied before those of them that change do, so that they are still in the fastest cache.
 constexpr int64_t ELEMENTS_TOGETHER = 4096;
 
-// As add_differences, of `changes` elements and with a copy of all others: `gaps` elements before each of those, from the one
-// before it on. False, and nothing is written, unless all changes lie in `count` elements, and none is 0.
+// As add_differences, of `changes` elements and with a copy of all others. `gaps`: elements that stay, between a change and the
+// one before it. False, and nothing is written, unless all changes lie in `count` elements, and none is 0.
 template <class T>
 bool add_rare_differences(const int32_t* gaps, const int32_t* codes, int64_t changes, const T* base, int64_t count,
                           T* out) {

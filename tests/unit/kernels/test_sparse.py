@@ -134,7 +134,7 @@ def test_damage_is_found_and_changes_nothing():
     one = [5], Coder.RAW
     refused(with_parts(one, one, one), base, "bytes behind its changes")
     refused(with_parts(([], Coder.RAW), ([], Coder.RAW)), base, "no changes")
-    refused(with_parts(([5, 9], Coder.RAW), ([1, 0], Coder.RAW)), base, "zeros among them")
+    refused(with_parts(([5, 9], Coder.RAW), ([1, 0], Coder.RAW)), base, "zeros among its changes")
     refused(with_parts(([-1], Coder.RAW), one), base, "do not lie in its")
     refused(with_parts(([5, -6], Coder.RAW), ([1, 1], Coder.RAW)), base, "do not lie in its")
     refused(with_parts(([COUNT], Coder.RAW), one), base, "do not lie in its")

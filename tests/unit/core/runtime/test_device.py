@@ -90,7 +90,7 @@ def test_no_job_writes_to_the_callers_memory_after_an_error():
 
 
 def test_memory_of_a_failed_call_stays_until_a_gpu_has_done_what_is_queued(monkeypatch):
-    """torch gives it to nothing else before."""
+    """Until then torch gives it to no other tensor."""
     stays = []
     monkeypatch.setenv(ENVIRONMENT, "0")
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: "the stream of calls")
