@@ -96,7 +96,7 @@ def test_lossless_trains_as_plain_does(group):
     assert compression.training.step == len(compression.stats.steps) == 4
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_at_a_bound_the_loss_is_that_of_plain(group):
     for dtype in (torch.float32, torch.bfloat16):
         plain, ours = sharded(dtype=dtype), sharded(dtype=dtype)
@@ -106,7 +106,7 @@ def test_at_a_bound_the_loss_is_that_of_plain(group):
         same_on_all_ranks(digest(weights(ours)), group)
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_weights_are_gathered_to_the_bit(group):
     """Compressed with and without what was gathered before, beside plain gathers: the same gradients, hence weights."""
     with_weights = {"roles": ["gradient", "parameter"]}
@@ -127,7 +127,7 @@ def test_weights_are_gathered_to_the_bit(group):
         assert of_whole.stats.total.bypasses == {}
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_weights_that_no_replica_gathers_are_refused(group):
     both = {"roles": ["gradient", "parameter"]}
     replicas = square()["replicate"].get_group()
@@ -135,7 +135,7 @@ def test_weights_that_no_replica_gathers_are_refused(group):
     raises(ConfigError, lambda: fsdp.compress(sharded(), SMALL, keep_weights=True), "keep_weights", "add parameter")
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_a_model_of_one_sharded_module(group):
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(300, 500).to(device), mesh=flat())
@@ -145,7 +145,7 @@ def test_a_model_of_one_sharded_module(group):
     assert compression.training.step == 3 == compression.stats.total.compressed_calls
 
 
-@ranks(2, 4, gpu=True)
+@ranks(4, gpu=True)
 def test_replicas_are_averaged(group):
     """FSDP inside a replica, compressed between replicas, beside what FSDP does over a mesh of both."""
     plain, ours = sharded(square()), sharded(square()["shard"])
@@ -164,7 +164,7 @@ def test_replicas_are_averaged(group):
     raises(NczError, lambda: train(bounded, 1), "closed")
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_gradients_are_accumulated(group):
     plain, ours = sharded(), sharded()
     compression = fsdp.compress(ours, LOSSLESS)
@@ -212,7 +212,7 @@ def stage_model(number: int) -> nn.Module:
     return fully_shard(model, mesh=square()["shard"])
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_reductions_outside_of_a_backward_pass(group):
     """As `FSDPModule.finalize_backward` makes them, which torch 2.15 has."""
     if hasattr(FSDPModule, "finalize_backward"):
@@ -243,7 +243,7 @@ def test_reductions_outside_of_a_backward_pass(group):
     assert compression.training.step == 2 and [each.calls for each in compression.stats.steps] == [3, 3]
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_policies_and_error_feedback_know_parameters_by_name(group):
     model = sharded()
     kept = {name for name, _ in model.named_parameters() if not name.startswith("2.")}
@@ -258,7 +258,7 @@ def test_policies_and_error_feedback_know_parameters_by_name(group):
     compression.close()
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_policies_know_the_shapes_of_whole_parameters(group):
     """Of which this rank has shards, and which FSDP reduces together."""
     plain, ours = sharded(), sharded()
@@ -356,7 +356,7 @@ def test_error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
         loses_nothing(group, model, used)
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_error_feedback_knows_parameters_that_only_a_pass_before_used(group):
     """FSDP keeps such gradients in its `reduce_dtype`, and reduces them with the last pass."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -369,7 +369,7 @@ def test_error_feedback_knows_parameters_that_only_a_pass_before_used(group):
     assert compression.training.step == compression.stats.total.compressed_calls == 1
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_a_model_is_compressed_once(group):
     model = sharded()
     compression = fsdp.compress(model, SMALL)
@@ -385,7 +385,7 @@ def test_a_model_is_compressed_once(group):
     assert once_more.stats.total.wire_bytes_by_role.keys() == {"gradient"}
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_steps_go_on_after_a_pass_that_failed(group):
     if not hasattr(FSDPModule, "reset_iter_state"):
         return  # before torch 2.13 FSDP itself does not go on
@@ -402,7 +402,7 @@ def test_steps_go_on_after_a_pass_that_failed(group):
     assert compression.training.step == len(compression.stats.steps) == 3
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_modules_that_are_sharded_afterwards_are_noticed(group):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), Block(300), nn.Linear(300, 7)).to(device)
@@ -434,7 +434,7 @@ def test_sums_that_are_divided_by_a_factor(group):
         assert compression.stats.total.compressed_calls == 3
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_names_are_those_of_the_model(group):
     """Whatever torch.compile puts into them, and also of parameters that a state was assigned to later."""
     model = sharded()
@@ -448,7 +448,7 @@ def test_names_are_those_of_the_model(group):
     assert compression.stats.total.bypasses == {"policy": 2}
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_one_rank_counts_steps(group):
     alone = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("others", "alone"))["alone"]
     model = fully_shard(nn.Linear(64, 7).to(device), mesh=alone)
@@ -473,7 +473,7 @@ def test_weights_may_be_gathered_among_some_ranks(group):
     assert not keeps or compression.stats.total.sent_whole == {"first call": 2}  # of each group, which keeps its own
 
 
-@ranks(2, 4, gpu=True)
+@ranks(2, gpu=True)
 def test_what_can_not_be_served_is_refused(group):
     raises(UnsupportedError, lambda: fsdp.compress(nn.Linear(3, 3)), "Linear", "fully_shard")
     if device.type == "cpu":
