@@ -162,6 +162,8 @@ class Connections:
             self._downwards = self._upwards
             if both_ways:
                 self._downwards = dist.ProcessGroupGloo(self._part_of_store("downwards"), *place)
+            # A rank that closes while others still connect would make them fail, though it had nothing more to do.
+            self._group(upwards=False).barrier().wait()
         with self._lock:
             if self._closed is not None:  # another thread has closed the connections meanwhile
                 self._upwards = self._downwards = None
