@@ -103,8 +103,10 @@ def exchanged(communicator, make, dtype, async_op) -> dict:
 
 
 @ranks(1, 3)
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64"])
+@pytest.mark.parametrize(
+    ("dtype", "async_op"),
+    [("float32", False), ("float32", True), ("float64", False), ("float16", True), ("bfloat16", True), ("int64", True)],
+)
 def test_all_kinds_of_arrays_get_what_a_contiguous_tensor_gets(group, dtype, async_op):
     dtype = getattr(torch, dtype)
     with Communicator(SETTINGS, group) as communicator:
