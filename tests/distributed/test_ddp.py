@@ -104,7 +104,7 @@ def test_at_a_bound_the_loss_is_that_of_plain(group):
     assert len(compression.stats.steps) == compression.training.step == 5
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_at_a_fixed_rate_too(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, SMALL | {"quantizer": {"mode": "bits", "value": 6}})
@@ -113,7 +113,7 @@ def test_at_a_fixed_rate_too(group):
     assert compression.stats.total.compressed_calls > 5
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_options_of_ddp(group):
     for options in (
         {"gradient_as_bucket_view": True},
@@ -128,7 +128,7 @@ def test_options_of_ddp(group):
         same_replicas(ours, group)
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_other_dtypes(group):
     for dtype in (torch.bfloat16, torch.float64):
         plain, ours = wrapped(group, dtype), wrapped(group, dtype)
@@ -138,7 +138,7 @@ def test_other_dtypes(group):
         assert compression.stats.total.compressed_calls >= 5
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_autocast_and_a_scaler(group):
     """Gradients that overflow come out as such: the scaler skips the step, on all ranks."""
     model = wrapped(group)
@@ -160,7 +160,7 @@ def test_autocast_and_a_scaler(group):
     same_replicas(model, group)
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_gradients_are_accumulated(group):
     plain, ours = wrapped(group), wrapped(group)
     compression = ddp.compress(ours, LOSSLESS)
@@ -193,7 +193,7 @@ def test_ranks_may_have_different_numbers_of_batches(group):
     assert compression.training.step == 1 + world_size
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_joining_with_another_divisor_is_refused(group):
     model = wrapped(group)
     ddp.compress(model, SMALL)
@@ -219,7 +219,7 @@ def test_compiled_models(group):
     assert compression.training.step == 2
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_policies_know_parameters_by_name(group):
     model = wrapped(group)
     config = SMALL | {
@@ -232,7 +232,7 @@ def test_policies_know_parameters_by_name(group):
     assert compression.stats.total.bypasses.keys() == {"policy"} and compression.stats.total.compressed_calls > 0
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_error_feedback_outlives_new_buckets(group):
     """DDP makes its buckets anew after the first step."""
     model = wrapped(group)
@@ -253,7 +253,7 @@ def test_error_feedback_outlives_new_buckets(group):
     same_replicas(resumed, group)
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_policies_know_the_shapes_of_parameters(group):
     """Not that of their flat bucket."""
     plain, ours = wrapped(group), wrapped(group)
@@ -355,7 +355,7 @@ def test_error_feedback_loses_nothing_of_parameters_that_some_ranks_use(group):
     loses_nothing(group, on_one_rank, find_unused_parameters=True)
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_error_feedback_loses_nothing_where_gradients_are_accumulated(group):
     def both(number, rank):
         return ["left", "right"]
@@ -369,7 +369,7 @@ def test_error_feedback_loses_nothing_where_gradients_are_accumulated(group):
     loses_nothing(group, in_some_pass, accumulates=True, find_unused_parameters=True)
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_the_guard_ends_a_training(group):
     model = wrapped(group)
     guard = {"every": 1, "max_relative_error": 1e-6, "on_alarm": "stop"}
@@ -377,7 +377,7 @@ def test_the_guard_ends_a_training(group):
     raises(RuntimeError, lambda: train(model, 1), "AccuracyError", "relative error")
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_a_group_of_one_rank_trains(group):
     alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
     model = wrapped(alone, bucket_cap_mb=0.02)
@@ -401,7 +401,7 @@ class Sparse(nn.Module):
         return self.last((self.embedding(tokens).mean(1) * self.turn).real.float())
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_sparse_and_complex_gradients(group):
     if device.type == "cuda":
         return  # NCCL has no sums of sparse tensors
@@ -423,7 +423,7 @@ def test_sparse_and_complex_gradients(group):
     assert compression.training.step == 2 and [each.calls for each in stats.steps] == [3, 3]
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_the_hook_by_itself(group):
     model = wrapped(group)
     state = ddp.Compression(SMALL, group, model.module.named_parameters())
@@ -434,7 +434,7 @@ def test_the_hook_by_itself(group):
     state.close()
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_buckets_go_with_their_model(group):
     """Also where compression outlives it, and Python collects no garbage."""
     state, buffers = ddp.Compression(SMALL, group), []
@@ -459,7 +459,7 @@ def test_buckets_go_with_their_model(group):
     state.close()
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_two_models_share_a_training(group):
     training = Training(SMALL)
     models = [wrapped(group), wrapped(group)]
@@ -470,7 +470,7 @@ def test_two_models_share_a_training(group):
     assert training.step == 4 and training.stats.total.compressed_calls > 0
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_two_models_share_a_training_and_a_backward_pass(group):
     """A step of the one ends among calls of the other, on some ranks later: warm-up ends with the same call on all."""
     training = Training(SMALL | {"steps": {"warmup": 3}})
@@ -490,7 +490,7 @@ def test_two_models_share_a_training_and_a_backward_pass(group):
         same_on_all_ranks(digest(torch.cat([each.grad.view(-1) for each in model.parameters()]).cpu()), group)
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_copies_of_a_model(group):
     """Averaged, and of a file: torch gives them no hook, until they are compressed themselves."""
     model = wrapped(None)  # torch copies those of the default group only
@@ -508,7 +508,7 @@ def test_copies_of_a_model(group):
         assert of_other.stats.total.compressed_calls > 0 and compression.stats.total.calls == calls
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_what_can_not_be_served_is_refused(group):
     model = wrapped(group)
     raises(UnsupportedError, lambda: ddp.compress(model.module), "Net", "wrap")
@@ -525,7 +525,7 @@ def test_what_can_not_be_served_is_refused(group):
     raises(UnsupportedError, lambda: ddp.compress(model, SMALL), "python_reducer", "default")
 
 
-@ranks(2, 3, gpu=True)
+@ranks(2, gpu=True)
 def test_futures_of_handles(group):
     with Communicator(SMALL | {"policies": [{"name": "b", "action": "skip"}]}, group) as communicator:
         from ncz_plugins import ParameterSlice
