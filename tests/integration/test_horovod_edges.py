@@ -40,7 +40,7 @@ BOUND = 2e-4
 ROUNDING = 2.0**-22  # of sums that two runs add in another order, as a share of the largest value
 COMPRESSED_ONCE = {"calls": 1, "compressed": 1, "bypasses": {}}
 WITH_PROCESS_SETS = HOROVOD | {"environment": {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}}
-on_two_and_three_ranks = ranks(2, 3, **WITH_PROCESS_SETS)
+on_two_ranks = ranks(2, **WITH_PROCESS_SETS)
 on_three_ranks = ranks(3, **WITH_PROCESS_SETS)
 
 
@@ -85,7 +85,7 @@ def same_replicas(*models: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "sparse as dense"])
-@on_two_and_three_ranks
+@on_two_ranks
 def test_sparse_gradients_stay_sparse_and_the_others_are_compressed(group, sparse_as_dense):
     """Gradients of an embedding are sparse, those of the rest dense."""
 
@@ -130,7 +130,7 @@ def poison(gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_what_is_not_finite_comes_out_where_it_was_on_every_rank(group):
     """In the first of two steps one rank's gradient of the first weight has values that are not finite."""
     compressor, model = NCZ(bounded()), new_model()
@@ -154,7 +154,7 @@ def test_what_is_not_finite_comes_out_where_it_was_on_every_rank(group):
     assert counts(compressor) == [plain_once("non-finite"), COMPRESSED_ONCE]
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_a_model_below_min_bytes_goes_plain_and_counted(group):
     def new():
         torch.manual_seed(0)
@@ -173,7 +173,7 @@ def test_a_model_below_min_bytes_goes_plain_and_counted(group):
 # ------------------------------------------------------------------ what programs do between synchronize and step
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_gradients_can_be_clipped_between_synchronize_and_step(group):
     model, compressor = new_model(), NCZ(bounded())
     optimizer = wrapped(model, compressor)
@@ -219,7 +219,7 @@ def stay_in_one_buffer(dtype=torch.float32, process_set=hvd.global_process_set, 
     assert sha256(parameters) == sha256(models[1].parameters())
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_gradients_stay_in_a_buffer_that_the_program_keeps_them_in(group):
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         stay_in_one_buffer(dtype)
@@ -268,7 +268,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("case", SKIPPED)
-@on_two_and_three_ranks
+@on_two_ranks
 def test_sums_are_off_by_what_is_kept_and_nothing_else_where_gradients_are_skipped(group, case):
     """The gradients that came out over some steps, beside those of a plain twin and what is kept."""
     branches, change, how = SKIPPED[case]
@@ -300,7 +300,7 @@ def test_sums_are_off_by_what_is_kept_and_nothing_else_where_gradients_are_skipp
     assert largest([o.flatten() + explained[name] for o, name in zip(off, names)]) < rounding + 1e-5
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_a_group_may_be_complete_in_one_step_and_not_in_another(group):
     """In the second of three steps no rank has a gradient for some members of both groups."""
     model, compressor = new_model(), NCZ(bounded())
@@ -322,7 +322,7 @@ def test_a_group_may_be_complete_in_one_step_and_not_in_another(group):
 # ------------------------------------------------------------------ optimizers and configurations that change
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_restoring_the_optimizer_forgets_what_was_pending(group):
     """The optimizer is restored after backward: those gradients must be forgotten."""
     model, compressor = new_model(), NCZ(bounded())
@@ -338,7 +338,7 @@ def test_restoring_the_optimizer_forgets_what_was_pending(group):
     same_replicas(model)
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_the_configuration_can_change_between_steps(group):
     """As Config or as anything else. An invalid one is refused, and the one before stays."""
     model, compressor = new_model(), NCZ(bounded())
@@ -359,7 +359,7 @@ def test_the_configuration_can_change_between_steps(group):
     assert compressor.config is before
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_two_optimizers_can_share_one_ncz(group):
     """One rank has a gradient less, which is known only when the second is synchronized."""
     compressor = NCZ(bounded())
@@ -380,7 +380,7 @@ def test_two_optimizers_can_share_one_ncz(group):
     same_replicas(*models)
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_the_first_group_of_parameters_can_be_empty(group):
     """As where parameters are sorted into groups, one of which gets none."""
     model, compressor = new_model(), NCZ(bounded())
@@ -392,7 +392,7 @@ def test_the_first_group_of_parameters_can_be_empty(group):
     same_replicas(model)
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_a_copy_of_a_model_with_a_frozen_layer_can_train_all_of_it(group):
     """A copy of the model has none of the hooks that Horovod gave the first one."""
     model, compressor = new_model(), NCZ(bounded())
@@ -412,7 +412,7 @@ def test_a_copy_of_a_model_with_a_frozen_layer_can_train_all_of_it(group):
     same_replicas(model)
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_a_metric_can_be_averaged_before_the_optimizer_synchronizes(group):
     """Between backward and synchronize, with the optimizer's own NCZ, while one rank has a gradient less."""
     compressor, model = NCZ(bounded()), new_model()
@@ -427,7 +427,7 @@ def test_a_metric_can_be_averaged_before_the_optimizer_synchronizes(group):
 # ------------------------------------------------------------------ the transport
 
 
-@on_two_and_three_ranks
+@on_two_ranks
 def test_the_transport_reduces_uncompressed_and_agrees(group):
     opened = HorovodTransport(hvd.global_process_set, "transport")
     share, total = float(1 + rank), world_size * (world_size + 1) / 2
@@ -585,7 +585,7 @@ def test_a_process_set_of_one_rank(group):
 # ------------------------------------------------------------------ ranks that have joined
 
 
-@on_two_and_three_ranks
+@on_three_ranks
 def test_while_a_rank_has_joined_gradients_are_not_reduced_early(group):
     """The first rank takes a step less than the others, which would else reduce their last gradients early."""
     model, compressor = new_model(), NCZ(bounded())
@@ -602,7 +602,7 @@ def test_while_a_rank_has_joined_gradients_are_not_reduced_early(group):
     assert counts(compressor) == [COMPRESSED_ONCE] * 2 + [plain_once("a rank has joined")] * (rank > 0)
 
 
-@on_two_and_three_ranks
+@on_three_ranks
 def test_while_a_rank_has_joined_the_others_reduce_plain_and_then_all_go_on_compressed(group):
     """The first rank has run out of data, and contributes zeros; then all go on together."""
     compressor, results = NCZ(bounded()), []
