@@ -33,20 +33,24 @@ def contexts_of(old: np.ndarray, change: np.ndarray) -> Iterator[tuple[str, np.n
     distance = np.exp2(np.maximum(exponent, 1) - 134.0)
     moved = np.abs(change) * distance
     sign = np.sign(change) * np.where(old >> 15, -1, 1) + 1
-    near = [np.roll(moved, by, axis) for axis in (0, 1) for by in range(1, _NEIGHBOURS + 1)]
+    near, floats_near = (
+        sum(np.roll(each, by, axis) for axis in (0, 1) for by in range(1, _NEIGHBOURS + 1)) / (2 * _NEIGHBOURS)
+        for each in (moved, np.abs(change))
+    )
     of_lines = moved.mean(0) * moved.mean(1, keepdims=True) / (moved.mean() + 1e-30)
     yield "none", np.zeros_like(old)
+    yield "mean change of 8 neighbours", _size(floats_near, 1.0)
     yield "exponent", exponent
     yield "exponent, 3 bits of the mantissa", exponent << 3 | old >> 4 & 7
     yield (
         "exponent, signs of the changes to the left and above",
         (exponent * 3 + np.roll(sign, 1, 0)) * 3 + np.roll(sign, 1, 1),
     )
-    yield "exponent, size of 8 neighbours", exponent << 5 | _size(sum(near) / len(near), distance)
+    yield "exponent, size of 8 neighbours", exponent << 5 | _size(near, distance)
     yield "exponent, size of rows and columns", exponent << 5 | _size(of_lines, distance)
 
 
-def _size(mean: np.ndarray, distance: np.ndarray) -> np.ndarray:
+def _size(mean: np.ndarray, distance: np.ndarray | float) -> np.ndarray:
     return (np.floor(np.log2(mean / distance + 2.0**-16)).clip(-16, 15) + 16).astype(np.int64)
 
 
@@ -61,7 +65,7 @@ def measure(name: str, rate: float) -> dict[str, float]:
     """MB of all changes in each context, and of their signs alone."""
     old, new = versions(name, rate)
     counts: dict[str, np.ndarray] = {}
-    changed, by_tensor = 0, 0.0
+    changed, by_tensor = 0, dict.fromkeys(("none", "exponent"), 0.0)
     for key in new:
         before, after = (_rows(state[key]) for state in (old, new))
         change = _ordered(after) - _ordered(before)
@@ -71,9 +75,11 @@ def measure(name: str, rate: float) -> dict[str, float]:
             keys = (numbers * _CHANGES + change + _FARTHEST).reshape(-1)
             found = np.bincount(keys, minlength=_CONTEXTS * _CHANGES)
             counts[context] = counts.get(context, 0) + found
-            by_tensor += megabytes(found) if context == "exponent" else 0
+            if context in by_tensor:
+                by_tensor[context] += megabytes(found)
     whole = {context: megabytes(each) for context, each in counts.items()}
-    return whole | {"exponent, tensor": by_tensor, "signs alone": changed / 8e6}
+    of_tensors = {f"{context}, tensor": each for context, each in by_tensor.items()}
+    return whole | of_tensors | {"signs alone": changed / 8e6}
 
 
 def _rows(tensor: torch.Tensor) -> np.ndarray:
