@@ -42,7 +42,8 @@ from ncz_plugins.core.reasons import REMEDIES, Bypass
 
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OF_EXAMPLES = ROOT / "examples" / "README.md"
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", OF_EXAMPLES, *sorted((ROOT / "docs").rglob("*.md"))]
 FRAMEWORKS = "deepspeed", "horovod"
 # What takes long to import is imported once for the programs of all pages that have the same here.
 WITH_TORCH = "ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo,torch.distributed.checkpoint"

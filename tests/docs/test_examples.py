@@ -1,15 +1,42 @@
-"""The notebook of examples/ runs. Trainings are run by test_docs.py and others."""
+"""What lies in examples/ runs or parses, and its README names it. Trainings are run by test_docs.py and others."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+import yaml
 from repository import ROOT
 
 EXAMPLES = ROOT / "examples"
+README = (EXAMPLES / "README.md").read_text()
 NOTEBOOK = EXAMPLES / "gradients.ipynb"
 MOST_BYTES = 300_000  # of the notebook, with its pictures
+PROGRAMS = sorted(file for file in EXAMPLES.glob("*.py") if re.search("__main__|torchrun", file.read_text()))
+
+
+def test_the_readme_names_every_file():
+    for file in filter(Path.is_file, EXAMPLES.iterdir()):
+        assert file.name == "README.md" or f"`{file.name}`" in README, file.name
+
+
+def test_commands_of_the_readme_start_what_is_there_with_options_that_it_has():
+    commands = re.findall(r"`([^`]*?(\w+\.py)( [^`]*)?)`", README)
+    assert len(commands) > 20
+    for _, name, options in commands:
+        known = (EXAMPLES / name).read_text() + (EXAMPLES / "reporting.py").read_text()
+        own = re.findall(r"--[\w-]+", options)
+        assert all(f'"{option}"' in known or option == "--deepspeed_config" for option in own), (name, own)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.name)
+def test_every_program_is_run_by_a_test(program):
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py") if file.parent.name != "docs")
+    tests += (ROOT / "tests" / "docs" / "test_docs.py").read_text() + (ROOT / "Makefile").read_text()
+    assert re.search(rf"\b{program.stem}\b", tests)
 
 
 def cells() -> list[dict]:
@@ -29,3 +56,26 @@ def test_the_notebook_is_small_and_shows_what_its_cells_made_in_order():
     outputs = [output for cell in cells() for output in cell["outputs"]]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+
+
+# ------------------------------------------------------------------ starters for clusters; nothing here starts them
+
+
+def test_the_dockerfile_copies_what_is_there_and_all_that_the_package_is_built_from():
+    copies = re.findall(r"^COPY (?!--from)(.*) \S+$", (EXAMPLES / "Dockerfile").read_text(), re.MULTILINE)
+    sources = {source for line in copies for source in line.split()}
+    assert all((ROOT / source).exists() for source in sources), sources
+    assert sources >= {"setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "ncz_plugins"}
+
+
+def test_the_script_for_slurm_parses_and_starts_an_example():
+    script = EXAMPLES / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    assert all((ROOT / path).is_file() for path in re.findall(r"examples/\w+\.py", script.read_text()))
+
+
+def test_the_job_for_kubernetes_parses_and_starts_an_example():
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert service["kind"] == "Service" and job["kind"] == "Job"
+    assert (ROOT / container["command"][-1]).is_file()

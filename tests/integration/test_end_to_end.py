@@ -1,6 +1,6 @@
 """benchmarks.end_to_end, with a tiny model and the framework that has the fewest kinds: each trains and is told.
 
-Whether bytes are those that a kind's name promises is in test_ddp_traffic.py.
+So it runs examples/train_diloco.py. Whether bytes are those that a kind's name promises is in test_ddp_traffic.py.
 """
 
 import json
