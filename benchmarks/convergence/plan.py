@@ -20,8 +20,8 @@ FORMER = Setting("nearest", 0.25, 4096)  # the default up to November 2026
 WIDE_ACCURATE, WIDE, WIDE_SMALL = (Setting("stochastic", value, 256) for value in (0.25, 0.375, 1))  # what followed it
 NEAREST = Setting("nearest", WIDE.bound / 2, 256)  # the same step, hence about the same bytes
 FINE, COARSE = Setting("stochastic", 0.1, 256), Setting("stochastic", 1, 128)
-RATES = {bits: Setting("bits", bits, RATE_BLOCK) for bits in (3, 4, 5, 6, 8)}
-RATES_AT_RANDOM = {bits: Setting("stochastic bits", bits, RATE_BLOCK) for bits in (3, 4, 5, 6, 8)}
+RATES = {bits: Setting("bits", bits, RATE_BLOCK) for bits in range(3, 9)}
+RATES_AT_RANDOM = {bits: Setting("stochastic bits", bits, RATE_BLOCK) for bits in range(3, 9)}
 FED, FED_MORE = (Setting("error feedback", value, 256) for value in (0.25, 1.0))
 
 

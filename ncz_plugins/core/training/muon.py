@@ -14,7 +14,7 @@ from .policy import ParameterSlice, Policies
 PRESET = "ncclz:muon"
 _FINE = Config.load(PRESET).quantizer
 _ROTATED = 0.08  # the largest bound that was harmless where matrices are rotated, also with 64 sequences
-_HARMLESS_BITS = 8  # the fewest bits of a fixed rate that were harmless
+_HARMLESS_BITS = 7  # the fewest bits of a fixed rate that were harmless
 Gradient = tuple[ParameterSlice, torch.dtype]
 _UNKNOWN: list[Gradient] = [(ParameterSlice(None, 1 << 30, shape=(1 << 15, 1 << 15)), torch.float32)]
 

@@ -30,7 +30,6 @@ def test_every_preset_was_measured(name):
 def test_what_is_finer_counts_as_the_next_coarser_setting():
     assert classes(value=0.3) == classes(value=0.375)
     assert classes(kind="error_bound", value=0.2, block=256) == classes(kind="error_bound", value=0.25, block=4096)
-    assert classes(mode="bits", value=7) == classes(mode="bits", value=6)
 
 
 def test_each_kind_of_fixed_rate_was_measured():
