@@ -31,7 +31,17 @@ from ncz_plugins.core.transport.base import replace_by_largest
 from ncz_plugins.core.transport.striped import StripedCollectives
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend
-from ncz_plugins.kernels.format import CHUNK, HEADER, HEADER_BYTES, RATE_BLOCK, Coder, Coding, blocks_of, packed_bytes
+from ncz_plugins.kernels.format import (
+    CHUNK,
+    DTYPES,
+    HEADER,
+    HEADER_BYTES,
+    RATE_BLOCK,
+    Coder,
+    Coding,
+    blocks_of,
+    packed_bytes,
+)
 
 SUM = torch.distributed.ReduceOp.SUM
 SCHEDULES = {"ring": ring, "direct": direct}
@@ -264,17 +274,20 @@ PIECE_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", PIECE_SETTINGS)
-def test_the_bits_of_pieces_are_those_of_the_cpu(name, dtype):
-    settings = PIECE_SETTINGS[name]
+# All settings with all dtypes, and all tables with what is coded in steps and without loss.
+PIECES = [(name, dtype, "uneven") for name in PIECE_SETTINGS for dtype in DTYPES]
+PIECES += [(name, torch.float32, table) for name in ("default", "lossless") for table in TABLES if table != "uneven"]
+
+
+@pytest.mark.parametrize(("name", "dtype", "table"), PIECES, ids=str)
+def test_the_bits_of_pieces_are_those_of_the_cpu(name, dtype, table):
+    settings, table = PIECE_SETTINGS[name], TABLES[table]
     transport = {"min_bytes": 0} | settings.get("transport", {})
     config = Config(**settings | {"transport": transport}).resolved()
-    for table in TABLES.values() if dtype == torch.float32 else [TABLES["uneven"]]:
-        on_cpu, on_gpu = (exchanged_on(device, config, table, dtype) for device in (Host, EmulatedGpu))
-        for (ours, counted, _), (expected, _, _) in zip(on_gpu, on_cpu):
-            assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
-            assert counted.compressed_calls == any(map(any, table)), counted
+    on_cpu, on_gpu = (exchanged_on(device, config, table, dtype) for device in (Host, EmulatedGpu))
+    for (ours, counted, _), (expected, _, _) in zip(on_gpu, on_cpu):
+        assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+        assert counted.compressed_calls == any(map(any, table)), counted
 
 
 def damaging(byte: int):
