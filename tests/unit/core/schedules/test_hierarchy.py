@@ -589,7 +589,7 @@ def run_in_nodes(transport, nodes: Nodes, given: Config, collective: str, of_ran
     return output, call.counters
 
 
-@pytest.mark.parametrize("world_size", range(3, 18))
+@pytest.mark.parametrize("world_size", [3, 4, 5, 6, 7, 8, 11, 17])
 def test_nodes_of_any_shape_have_the_sums_of_a_flat_call(world_size):
     """The same bits where sums of floats are exact and nothing is lost, and the bound where something is."""
     shape, part = shape_of(world_size), 3001
