@@ -127,8 +127,7 @@ time.sleep(float(sys.argv[2]))  # by 0.2 s, the thread has run to its end, and n
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 0.2])
-@pytest.mark.parametrize("owner", ["worker", "device"])
+@pytest.mark.parametrize(("owner", "seconds"), [("worker", 0.2), ("device", 0)])
 def test_the_end_of_the_program_waits_for_a_thread_that_nobody_closed(owner, seconds):
     command = [sys.executable, "-c", ENDING, owner, str(seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
