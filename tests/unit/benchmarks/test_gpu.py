@@ -163,16 +163,15 @@ def test_the_program_of_the_ranks_checks_and_draws(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_the_program_of_training_steps_compares_kinds(tmp_path):
+def test_the_program_of_training_steps_trains_and_tells(tmp_path):
     """On CPUs, over gloo."""
     pytest.importorskip("deepspeed")
     file = tmp_path / "steps.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu_steps.py"), "--device", "cpu", "--kinds", "plain", "default"]
+    command = [sys.executable, str(BENCHMARKS / "gpu_steps.py"), "--device", "cpu", "--kinds", "default"]
     command += ["--layers", "1", "--width", "64", "--heads", "4", "--steps", "5", "--json", str(file)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    plain, ours = json.loads(file.read_text())
-    assert (plain["kind"], plain["speed_up"], plain["ratio"], plain["steps"]) == ("plain", 1.0, None, 2)
-    assert ours["kind"] == "default" and ours["ratio"] > 5 and ours["replicas_identical"]
-    assert ours["validation_loss"] == pytest.approx(plain["validation_loss"], rel=0.01)
+    [ours] = json.loads(file.read_text())
+    assert (ours["kind"], ours["speed_up"], ours["steps"]) == ("default", 1.0, 2)
+    assert ours["ratio"] > 5 and ours["replicas_identical"]
