@@ -37,7 +37,7 @@ setup-tools:  # all but Horovod, whose compilation takes longer than the rest
 demo: setup-demo  ## train a small GPT with DeepSpeed, plain and compressed, and compare
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-quick: setup-tools  ## the tests that start no processes, in less than 2 minutes
+quick: setup-tools  ## the tests that start no processes, in 3 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes and not slow" tests/unit $(ARGS)
 
 # More workers than cores take longer: the processes that tests start then wait for each other.
