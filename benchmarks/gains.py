@@ -26,6 +26,7 @@ STEPS = (  # file, framework, name of the run with 16 bits
     ("end-to-end-fsdp", "FSDP2", "bf16"),
 )
 CALL, STEP = "all_reduce", "step"
+TITLES = {CALL: "time of an all_reduce of 64 MiB, 2 ranks", STEP: "time of a step at 1 Gbit/s, 2 nodes"}
 
 
 class Gain(NamedTuple):
@@ -79,26 +80,23 @@ def draw(found: list[Gain]) -> None:
     from ncz_plugins.cli.picture import BLUE, GRAY, ORANGE, finish, new_figure, save_figure
 
     figure, panels = new_figure(2, height=1.9)
-    for axes, what in zip(panels, (CALL, STEP)):
+    for axes, (what, title) in zip(panels, TITLES.items()):
         rows = [gain for gain in found if gain.what == what]
         places = range(len(rows))
         axes.barh(places, [1] * len(rows), color=GRAY, label="plain")
         axes.barh(places, [row.ncclz / row.plain for row in rows], color=BLUE, label="ncclz, by default")
         for y, row in enumerate(rows):
             plain, ncclz, factor = row.cells
-            axes.text(1.1, y, f"{plain} → {ncclz}, {factor} as fast", va="center")
+            axes.text(1.13, y, f"{plain} → {ncclz}, {factor} as fast", va="center")
             if row.half:
-                axes.vlines(
-                    row.half / row.plain, y - 0.4, y + 0.4, ORANGE, linewidth=4, label="16 bits" if not y else ""
-                )
-        axes.set(xlim=(0, 1.95), yticks=places, yticklabels=[row.where for row in rows])
+                label = "16 bits" if not y else ""
+                axes.vlines(row.half / row.plain, y - 0.4, y + 0.4, ORANGE, linewidth=4, label=label)
+        axes.set(xlim=(0, 1.98), yticks=places, yticklabels=[row.where for row in rows])
         axes.invert_yaxis()
         axes.grid(visible=False)
         axes.xaxis.set_visible(False)
         axes.spines["bottom"].set_visible(False)
-        finish(
-            axes, "time of an all_reduce of 64 MiB, 2 ranks" if what == CALL else "time of a step at 1 Gbit/s, 2 nodes"
-        )
+        finish(axes, title)
     save_figure("--output", PICTURE, figure)
 
 

@@ -61,8 +61,8 @@ def decode_sparse(backend: HostBackend, frame: Array, base: Array, out: Array) -
     """
     frame, count = numpy_of(frame), len(out)
     check_header(backend, frame, (Coder.SPARSE, Predictor.NONE, 0), count)
-    parts = gaps, changes = _parts(frame[HEADER_BYTES:])
-    length = HEADER.unpack(gaps[:HEADER_BYTES])[5]
+    parts = _parts(frame[HEADER_BYTES:])
+    length = HEADER.unpack(parts[0][:HEADER_BYTES])[5]
     # Its header must not ask for more memory than the elements take.
     if length > count:
         raise DamagedFrame(f"SPARSE frame has {length} changes of {count} elements")
@@ -70,8 +70,16 @@ def decode_sparse(backend: HostBackend, frame: Array, base: Array, out: Array) -
     for part, codes in zip(parts, read):
         backend.decode_codes(part, codes)
     if not backend.add_rare_differences(*read, base, out):
-        wrong = "no changes" if not length else "zeros among its changes" if not read[1].all() else None
-        raise DamagedFrame(f"SPARSE frame has {wrong or f'changes that do not lie in its {count} elements'}")
+        raise DamagedFrame(f"SPARSE frame has {_fault(read[1], count)}")
+
+
+def _fault(changes: np.ndarray, count: int) -> str:
+    """Why changes of `count` elements were refused."""
+    if not len(changes):
+        return "no changes"
+    if not changes.all():
+        return "zeros among its changes"
+    return f"changes that do not lie in its {count} elements"
 
 
 def _parts(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
