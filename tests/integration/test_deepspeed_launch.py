@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import deepspeed, deepspeed_ranks, launch
+from launch import deepspeed, deepspeed_ranks, launch, torchrun
 from repository import FORKED_RANKS, ROOT
 
 from ncz_plugins.cli.perf.launch import free_port
@@ -42,7 +42,10 @@ def arguments(config) -> list:
     return ["--deepspeed_config", config, "--other", "a b", "-x"]
 
 
-# In forks, which need no launcher: what that passes on is that of `compressed`.
+UNDER_TORCHRUN = {"LOCAL_SIZE": "2"}  # which torchrun does not set, and DeepSpeed asks for
+
+
+# In forks, which need no launcher: what launchers pass on is that of `compressed` and `test_under_torchrun`.
 @pytest.fixture(scope="module")
 def without_plugin(configs, tmp_path_factory):
     forks = [FORKED_RANKS, MODULES, "torch", 2, free_port(), SCRIPT, *arguments(configs["off"])]
@@ -85,12 +88,11 @@ class TestWithoutTheKey:
 
 @pytest.mark.slow
 class TestThroughTheModule:
-    def test_the_script_finds_itself_as_if_started_directly(self, without_plugin, switched_off, compressed):
-        """In the last one Python ran the module, and the launcher has added an argument."""
-        for plain, off, on in zip(without_plugin.ranks, switched_off.ranks, compressed.ranks):
-            assert off["name"] == "__main__" and off["argv"] == plain["argv"]
-            for what in ("name", "file", "main", "path"):
-                assert off[what] == plain[what] == on[what], what
+    def test_the_script_finds_itself_as_if_started_directly(self, without_plugin, switched_off):
+        for plain, off in zip(without_plugin.ranks, switched_off.ranks):
+            assert off["name"] == "__main__"
+            for what in ("name", "file", "main", "path", "argv"):
+                assert off[what] == plain[what]
 
     def test_gradients_are_compressed(self, compressed, switched_off):
         for on, off in zip(compressed.ranks, switched_off.ranks):
@@ -121,6 +123,18 @@ class TestThroughTheModule:
         assert "nothing is compressed, as one rank has nothing to send (ZeRO 2)" in outcome.output
         assert "ncz_plugins: steps 1 to 3: " in outcome.output
         assert outcome.ranks[0]["stats"]["total"]["compressed_calls"] == 0
+
+    def test_under_torchrun(self, configs, compressed, without_plugin, tmp_path):
+        command = torchrun("--module", PLUGIN, SCRIPT, *arguments(configs["on"]))
+        outcome = launch(command, tmp_path, timeout=120, environment=UNDER_TORCHRUN)
+        assert [rank["sha256"] for rank in outcome.ranks] == [rank["sha256"] for rank in compressed.ranks]
+        for rank, plain in zip(outcome.ranks, without_plugin.ranks):
+            # Python ran the module, and the script can't tell.
+            for what in ("name", "file", "main", "path"):
+                assert rank[what] == plain[what], what
+            assert rank["argv"] == [str(SCRIPT), *map(str, arguments(configs["on"]))]
+            assert rank["stats"]["total"]["compressed_calls"] == len(rank["losses"])
+        assert len(announcements(outcome.output)) == 1
 
 
 @pytest.mark.parametrize("script", ["nowhere/train.py", None])
