@@ -31,7 +31,7 @@ def test_every_kind_is_trained_and_told(tmp_path):
     assert ours["compression_ratio"] > 3 and plain["compression_ratio"] is None
     for run in runs.values():
         assert run["replicas_identical"]
-        assert run["bytes_per_step"] > run["gradient_bytes_per_step"] > 0
+        assert run["bytes_per_step"] >= run["gradient_bytes_per_step"] > 0
         assert len(run["seconds"]) == 1 and len(run["losses"]) == 4
         assert run["training_loss"] == pytest.approx(plain["training_loss"], rel=0.05)
         assert run["speed_up"] == pytest.approx(plain["step_seconds"] / run["step_seconds"])
