@@ -20,7 +20,7 @@ BIN := .venv/bin
 COVERAGE ?= $(CURDIR)/.cache/coverage
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence fuzz soak thirdparty versions wheels docs clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence results fuzz soak thirdparty versions wheels docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -70,6 +70,9 @@ convergence: setup ## train models plain and compressed, search for quantizers: 
 	@$(BIN)/python benchmarks/convergence/suite.py $(ARGS)
 	@$(BIN)/python benchmarks/convergence/frontier.py $(ARGS)
 	@$(BIN)/python benchmarks/convergence/activations.py $(ARGS)
+
+results: setup  ## measure what docs/results shows, write its tables (two days; ARGS="--list", ARGS="perf-* small-calls"; root)
+	@$(BIN)/python -m benchmarks.remake $(ARGS)
 
 fuzz: setup-tools  ## fuzz the native library for SECONDS (3600), two processes
 	@$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(ARGS)

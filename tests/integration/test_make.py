@@ -30,6 +30,7 @@ ARGUMENTS = {
     "gpu": ["ARGS=--help"],
     "carry": ["ARGS=--help"],
     "convergence": ["ARGS=--help"],
+    "results": ["ARGS=--list"],
     "fuzz": ["SECONDS=2"],  # inputs that crash are kept in build/fuzz
     "soak": ["SECONDS=1", "ARGS=--ranks 2 --largest 1000"],
     "thirdparty": ["ARGS=--help"],

@@ -1,10 +1,12 @@
 """The tables that benchmarks write into docs/results and docs/notebook are those of the committed files."""
 
 import json
+import re
 
+import pytest
 from repository import ROOT
 
-from benchmarks import codec_table, gains, patch_files, weight_ways, weights
+from benchmarks import codec_table, gains, patch_files, performance, remake, weight_ways, weights
 
 
 def committed(name):
@@ -26,6 +28,12 @@ def test_what_is_gained_at_which_link():
     assert gains.table(gains.gains()) in gains.PAGE.read_text()
 
 
+def test_performance():
+    page = performance.PAGE.read_text()
+    for name, table in performance.TABLES.items():
+        assert f"<!-- {name} -->\n{table()}\n<!-- end of {name} -->" in page
+
+
 def test_weights():
     found = committed("weights.json")["found"]
     assert weights.summary(found) in weights.PAGE.read_text()
@@ -38,6 +46,18 @@ def test_ways_to_send_weights():
 
 def test_patches_of_files():
     assert patch_files.summary(committed("patch-files.json")["found"]) in patch_files.PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(remake.JOBS.keys() - {"evidence", "convergence", "frontier", "activations"}))
+def test_a_file_names_the_command_that_makes_it_again(name):
+    """So `make results` measures what pages show, with the same sizes and rounds."""
+    assert options(committed(f"{name}.json")["command"]) == options(remake.JOBS[name].command)
+
+
+def options(command):
+    """What follows the program, without the place of the file."""
+    _, words = re.split(r"-m \S+|ncz perf|\S+\.py", command, maxsplit=1)
+    return re.sub(r"--json \S+", "--json", words).split()
 
 
 def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
