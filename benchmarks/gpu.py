@@ -332,23 +332,21 @@ def draw(rows: list[dict], file: Path) -> None:
         rows: what gpu_ranks.py found.
     """
     try:
-        import matplotlib
+        from ncz_plugins.cli.picture import finish, new_figure, save_figure
     except ImportError:
         print(f"{file.name} needs matplotlib: pip install matplotlib")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     kinds = list(dict.fromkeys((row["ranks"], row["dtype"]) for row in rows))
-    figure, grid = pyplot.subplots(1, len(kinds), figsize=(4 * len(kinds), 4), squeeze=False, layout="constrained")
-    for axes, kind in zip(grid[0], kinds):
+    figure, panels = new_figure(len(kinds))
+    for axes, kind in zip(panels, kinds):
         mine = [row for row in rows if (row["ranks"], row["dtype"]) == kind]
         for contender in dict.fromkeys(row["contender"] for row in mine):
             points = [(row["mib"], row["speed_up"]) for row in mine if row["contender"] == contender]
             axes.plot(*zip(*points), marker="o", label=contender)
-        axes.set(xscale="log", xlabel="MiB", ylabel="speed-up over plain NCCL", title=f"{kind[0]} ranks, {kind[1]}")
-        axes.legend()
-    figure.savefig(file, dpi=120)
+        axes.set(xscale="log", xlabel="MiB", ylabel="speed-up over plain NCCL")
+        finish(axes, f"{kind[0]} ranks, {kind[1]}")
+    save_figure("--out", file, figure)
 
 
 def main():

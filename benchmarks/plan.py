@@ -24,10 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files; needs no display
-import matplotlib.pyplot as plt
 import numpy as np
 from scipy.optimize import least_squares
 
@@ -35,6 +31,7 @@ from benchmarks import end_to_end
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import UNLIMITED, burst_bytes, link
 from ncz_plugins.cli import machine
+from ncz_plugins.cli.picture import finish, in_seconds, logarithmic, new_figure, save_figure
 from ncz_plugins.cli.plan.catalogue import load
 from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
@@ -319,7 +316,7 @@ def figures(document: dict[str, Any]) -> str:
 
 
 def _draw(compared: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
-    figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
+    figure, [axes] = new_figure(1, height=5.6)
     groups = {
         "plain": [each for each in compared if each["peer"] == "plain" and not each["fitted"]],
         "compressed": [each for each in compared if each["peer"] == "ncz" and not each["fitted"]],
@@ -334,8 +331,8 @@ def _draw(compared: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
     axes.plot(ends, ends, color="black", linewidth=0.8)
     axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", zorder=0, label="10 %")
     axes.set(xlabel="measured, seconds", ylabel="predicted, seconds")
-    axes.legend()
-    figure.savefig(PICTURE, dpi=150)
+    finish(axes, "predicted and measured times")
+    save_figure("PICTURE", PICTURE, figure)
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -450,23 +447,22 @@ def _write_between(marks: tuple[str, str], text: str) -> None:
 
 def _draw_ranks(found: list[dict[str, Any]]) -> None:
     panels = [(case, nbytes) for case in CASES for nbytes in case.sizes]
-    figure, axes_of = plt.subplots(2, 4, figsize=(14, 6.5), layout="constrained", sharex=True)
-    for axes, (case, nbytes) in zip(axes_of.flat, panels):
+    figure, axes_of = new_figure(len(panels), height=2.2)
+    for axes, (case, nbytes) in zip(axes_of, panels):
         for schedule, color in _COLORS.items():
             points = [
                 (each["ranks"], each["seconds"])
                 for each in found
                 if (each["nbytes"], each["case"], each["schedule"]) == (nbytes, case.name, schedule)
             ]
-            axes.loglog(*zip(*points), marker="o", markersize=3, color=color, label=schedule)
-        axes.set(title=f"{_name(nbytes)}, {case.name}")
-        axes.grid(alpha=0.3)
-    for row in axes_of:
-        row[0].set_ylabel("seconds")
-    for axes in axes_of[-1]:
+            label = schedule if axes is axes_of[0] else None
+            axes.plot(*zip(*points), marker="o", markersize=3, color=color, label=label)
         axes.set_xlabel("ranks")
-    axes_of[0][0].legend(fontsize="small")
-    figure.savefig(RANKS_PICTURE, dpi=130)
+        logarithmic(axes.xaxis)
+        logarithmic(axes.yaxis)
+        in_seconds(axes.yaxis)
+        finish(axes, f"{_name(nbytes)}, {case.name}", columns=5)
+    save_figure("RANKS_PICTURE", RANKS_PICTURE, figure)
 
 
 if __name__ == "__main__":

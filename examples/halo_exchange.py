@@ -218,13 +218,13 @@ def whole(part: Part, field: Tensor, size: int) -> Tensor:
 
 
 def draw(path: str, field: Tensor, error: Tensor, arguments) -> None:
-    """Both side by side, with the borders between ranks."""
+    """Both below each other, with the borders between ranks."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws into files; needs no display
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (left, right) = plt.subplots(2, 1, figsize=(6.4, 10.4), layout="constrained")
     largest = error.abs().max().item() or 1.0
     shown = left.imshow(field, cmap="inferno"), right.imshow(error, cmap="RdBu_r", vmin=-largest, vmax=largest)
     left.set_title(f"Temperature after {arguments.steps:,} steps")
@@ -235,7 +235,7 @@ def draw(path: str, field: Tensor, error: Tensor, arguments) -> None:
         for region in regions_of(dist.get_world_size(), arguments.size):
             corner, sizes = (region.left, region.top), (region.right - region.left, region.bottom - region.top)
             axes.add_patch(plt.Rectangle(corner, *sizes, fill=False, color=color, linewidth=0.6, linestyle=":"))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=150)
 
 
 def report(arguments, bound: float, error: float, plain: Course, compressed: Course, total) -> None:

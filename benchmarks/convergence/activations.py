@@ -25,10 +25,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files; needs no display
-import matplotlib.pyplot as plt
 import torch
 from optimizers import optimizers, rate
 from outcome import interval, put_into
@@ -41,6 +37,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training import LAST
 
 from ncz_plugins.cli import machine
+from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
 from ncz_plugins.core.config import Config
 from ncz_plugins.version import __version__
 
@@ -310,7 +307,7 @@ def trained(found: list[Outcome]) -> list[Outcome]:
 
 def draw(found: list[Outcome]) -> None:
     """Against bits: the gradient's error, what is added at fixed weights, and what a training adds."""
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    figure, panels = new_figure(3)
     whole = [each for each in found if each.job.of == "both" and PLAIN not in each.job[:2]]
     for label, (color, some) in series(whole).items():
         given = {"color": color, "label": label, "marker": "o", "lw": 0 if label == "casts" else 1}
@@ -324,21 +321,17 @@ def draw(found: list[Outcome]) -> None:
             if each.job.forward != NUDGED:
                 place = each.bits, 100 * each.mean("gradient_error")
                 panels[0].annotate(each.job.describe(), place, (4, 5), textcoords="offset points", size=8, rotation=30)
-    panels[0].set(title="gradient error, fixed weights", ylabel="%", yscale="log")
+    panels[0].set(yscale="log")
     panels[0].set_ylim(bottom=0.3)  # a nudge makes far less
-    panels[1].set(title="added to the loss, fixed weights", ylabel="%")
-    panels[2].set(title=f"added by {STEPS} steps of training", ylabel="%")
-    panels[0].legend(frameon=False, fontsize=9)
     for panel in panels[1:]:
-        panel.axhspan(-HARMLESS, HARMLESS, color="#66a182", alpha=0.2, lw=0)
-    for panel in panels:
-        panel.set(xlabel="bits per value", xscale="log")
+        panel.axhspan(-HARMLESS, HARMLESS, color=GREEN, alpha=0.2, lw=0)
+    titles = "gradient error, fixed weights", "added to the loss, fixed weights", f"added by {STEPS} steps of training"
+    for panel, title in zip(panels, titles):
+        panel.set(xlabel="bits per value", ylabel="%", xscale="log")
         panel.set_xticks(ticks := (2, 3, 4, 6, 8, 16, 32), map(str, ticks))
         panel.minorticks_off()
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+        finish(panel, title)
+    save_figure("PICTURE", PICTURE, figure)
 
 
 def series(found: list[Outcome]) -> dict[str, tuple[str, list[Outcome]]]:

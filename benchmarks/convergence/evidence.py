@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import frontier
-import matplotlib.pyplot as plt
 import outcome
 import plan
 import suite
@@ -26,6 +25,8 @@ from frontier import DEFAULT, FED, PLAIN, ROOT, TURNED, Job
 from outcome import HARMLESS, interval, put_into
 from rich.console import Console
 from tasks import TASKS
+
+from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
 
 PICTURE = ROOT / "docs" / "images" / "evidence.png"
 PAGE, MARK = ROOT / "docs" / "results" / "convergence.md", "<!-- evidence -->"
@@ -150,7 +151,7 @@ def missing(done: dict[Job, dict[str, Any]], seeds: int) -> Iterator[tuple[float
 
 def draw(found: Results) -> None:
     """What is added to the loss, by batch, by ranks and by size."""
-    figure, panels = plt.subplots(1, len(AXES), figsize=(14, 4.2), layout="constrained", sharey=True)
+    figure, panels = new_figure(len(AXES))
     for panel, (axis, places) in zip(panels, AXES.items()):
         for optimizer, color in COLORS.items():
             cells = [Cell(optimizer, *place) for place in places]
@@ -166,16 +167,12 @@ def draw(found: Results) -> None:
                     }
                     panel.errorbar(*zip(*points), label=f"{optimizer}, {name}", **style)
         ticks = [_along(axis, Cell("AdamW", *place)) for place in places]
-        panel.set(xlabel=axis, xscale="log", xlim=(ticks[0] / 1.3, ticks[-1] * 1.3))
+        panel.set(xscale="log", xlim=(ticks[0] / 1.3, ticks[-1] * 1.3), ylabel="%")
         panel.set_xticks(ticks, [f"{each / 1e6:.1f} M" if axis == "parameters" else f"{each}" for each in ticks])
         panel.minorticks_off()
-        panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color="#66a182", alpha=0.2, lw=0)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("added to the training loss, %")
-    panels[0].legend(frameon=False, fontsize=9)
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+        panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
+        finish(panel, f"added to the training loss, by {axis}")
+    save_figure("PICTURE", PICTURE, figure)
 
 
 def _along(axis: str, cell: Cell) -> int:

@@ -21,10 +21,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files; needs no display
-import matplotlib.pyplot as plt
 import suite
 import torch
 from candidates import Candidate, Quantizer
@@ -39,6 +35,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training import LAST
 
 from ncz_plugins.cli import machine
+from ncz_plugins.cli.picture import finish, new_figure, save_figure
 from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -340,14 +337,11 @@ def draw(found: list[Outcome]) -> None:
     searched = {jobs(part, 1)[0].group for part in PARTS}
     found = [each for each in found if each.group in searched]
     groups = list(dict.fromkeys(each.group for each in found))
-    rows = -(-len(groups) // 2)
-    figure, plots = plt.subplots(rows, 2, figsize=(18, 6 * rows), layout="constrained", squeeze=False)
-    for axes in plots.flat[len(groups) :]:
-        axes.remove()
+    figure, plots = new_figure(len(groups), height=3.4)
     colors = {"nearest": "#d1495b", "random": "#edae49", "strata": "#66a182"}
     colors |= {"near zero": "#2e86ab", "strata near zero": "#2e86ab"}
     markers = {"block": "o", "row": "s", "rows and columns": "D", "history": "^", "rotated": "*"}
-    for group, axes in zip(groups, plots.flat):
+    for group, axes in zip(groups, plots):
         for number, each in numbered(found, group):
             if not each.candidate.scale:
                 continue
@@ -361,16 +355,16 @@ def draw(found: list[Outcome]) -> None:
                 axes.plot(*place, "x", color=colors["nearest" if each.setting.kind == "bits" else "strata"])
                 axes.annotate(name_of(each.setting), place, (5, 4), textcoords="offset points", size=8)
         axes.axhline(0.15, color="gray", linestyle="--", linewidth=0.8)
-        axes.set(title="{}, {}, {} ranks, {} steps".format(*group), xlabel="bits per value", ylabel="loss added, %")
+        axes.set(xlabel="bits per value", ylabel="loss added, %")
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-        for name, color in colors.items():
-            axes.plot([], [], "o", color=color, label=name)
-        for name, marker in markers.items():
-            axes.plot([], [], marker, color="gray", label=f"scale: {name}")
-        axes.plot([], [], "x", color="gray", label="a fixed rate")
-        axes.legend(frameon=False, fontsize=8)
-        axes.grid(alpha=0.3)
-    figure.savefig(PICTURE, dpi=100)
+        if axes is plots[0]:
+            for name, color in colors.items():
+                axes.plot([], [], "o", color=color, label=name)
+            for name, marker in markers.items():
+                axes.plot([], [], marker, color="gray", label=f"scale: {name}")
+            axes.plot([], [], "x", color="gray", label="a fixed rate")
+        finish(axes, "{}, {}, {} ranks, {} steps".format(*group))
+    save_figure("PICTURE", PICTURE, figure)
 
 
 def main() -> None:

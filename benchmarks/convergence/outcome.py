@@ -9,14 +9,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws into files; needs no display
-import matplotlib.pyplot as plt
 import plan
 from rich.table import Table
 from scipy.stats import t as student
 from training import Job, Setting
+
+from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
 
 COLORS = {"bf16": "#7f7f7f", "accurate": "#66a182", "balanced": "#2e86ab", "small": "#edae49", "former": "#d1495b"}
 FIXED_RATE_COLOR = "#8f5ea2"
@@ -182,8 +180,8 @@ def put_into(path: Path, text: str, mark: str = MARK) -> None:
 def draw(found: list[Outcome], path: Path) -> None:
     """What is added to the training loss, by the ratio to fp32, for the groups of 2 ranks with several seeds."""
     groups = list(dict.fromkeys(each.group for each in found if each.group[2] == 2 and len(each.records) > 1))
-    figure, axes = plt.subplots(1, len(groups), figsize=(3.6 * len(groups), 3.8), layout="constrained", squeeze=False)
-    for group, panel in zip(groups, axes[0]):
+    figure, panels = new_figure(len(groups))
+    for group, panel in zip(groups, panels):
         for each in found:
             if each.group == group and each.setting != plan.PLAIN:
                 other = FIXED_RATE_COLOR if each.setting.is_fixed_rate else "black"
@@ -194,15 +192,11 @@ def draw(found: list[Outcome], path: Path) -> None:
                 )
                 name = "" if is_open else name_of(each.setting)
                 panel.annotate(name, place, (6, 4), textcoords="offset points", size=8)
-        panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color="#66a182", alpha=0.2, lw=0)
-        panel.set(title=title(group), xlabel="times fewer bytes than fp32")
-        panel.title.set_size(10)
-        panel.margins(x=0.25)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("added to the training loss, %")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
+        panel.set(xlabel="times fewer bytes than fp32", ylabel="added to the loss, %")
+        panel.margins(x=0.15)
+        finish(panel, title(group))
+    save_figure("path", path, figure)
 
 
 def draw_curves(found: list[Outcome], path: Path) -> None:
@@ -210,7 +204,7 @@ def draw_curves(found: list[Outcome], path: Path) -> None:
     inside = [each for each in found if "curve" in each.records[0]]
     if not inside:
         return
-    figure, (whole, added) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (whole, added) = new_figure(2)
     for each in inside:
         curve, plain = (records[0]["curve"] for records in (each.records, each.plain))
         steps = [each.group[3] * (at + 0.5) / len(curve) for at in range(len(curve))]
@@ -221,12 +215,9 @@ def draw_curves(found: list[Outcome], path: Path) -> None:
                 fmean(curve[max(0, at - 4) : at + 5]) / fmean(plain[max(0, at - 4) : at + 5]) for at in range(100)
             ]
             added.plot(steps, [100 * (share - 1) for share in smooth], color=color, lw=1)
-    whole.set(title=title(inside[0].group), xlabel="step", ylabel="training loss, nats per byte")
-    whole.legend(frameon=False, fontsize=9)
-    added.axhspan(-100 * HARMLESS, 100 * HARMLESS, color="#66a182", alpha=0.2, lw=0)
-    added.set(title="the same, less that of plain", xlabel="step", ylabel="added, %")
-    for panel in (whole, added):
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    added.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
+    whole.set(xlabel="step", ylabel="training loss, nats per byte")
+    added.set(xlabel="step", ylabel="added, %")
+    finish(whole, title(inside[0].group), columns=2)
+    finish(added, "the same, less that of plain")
+    save_figure("path", path, figure)

@@ -29,7 +29,8 @@ def all_to_all_single(
 
     Args:
         input: at least 1-D; dtypes as of `Communicator.all_reduce`.
-        output_split_sizes, input_split_sizes: see `Communicator.all_to_all_single`.
+        output_split_sizes: see `Communicator.all_to_all_single`.
+        input_split_sizes: see `Communicator.all_to_all_single`.
         communicator: the ranks.
         role: "gradient", "parameter" or "activation"; None: compressed whatever the configuration says.
         name: by which policies know the tensor.

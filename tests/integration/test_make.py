@@ -36,7 +36,7 @@ ARGUMENTS = {
     "thirdparty": ["ARGS=--help"],
     "versions": ["ARGS=--list"],
     "wheels": ["ARGS=--help"],
-    "docs": ["ARGS=--quiet --site-dir {}/site"],
+    "docs": ["ARGS=--site-dir {}/site"],
 }
 
 

@@ -48,7 +48,8 @@ def verify_versions(folder: str | os.PathLike, progress: Progress | None = None,
     """Read all files of a folder of versions, of one version in it, or of what `fetch_version` made.
 
     Args:
-        progress, key: see `fetch_version`. With a key, every manifest must have a keyed checksum.
+        progress: see `fetch_version`.
+        key: see `fetch_version`. With a key, every manifest must have a keyed checksum.
 
     Returns the numbers of the versions. Raises FrameError, which names the file and what to do, if one is damaged or
     missing, PatchKeyError if the key is not that of the versions, and MismatchError if a version is removed meanwhile.
