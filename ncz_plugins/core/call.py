@@ -23,6 +23,7 @@ from .training.policy import ParameterSlice
 from .training.rotation import Rotation
 from .transport.base import PlainCollectives
 from .transport.comparison import place_of
+from .transport.forecast import Forecast
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
 _PLAIN_BYTES = {
@@ -211,6 +212,7 @@ class Call:
     Set by `run.run`:
         counters: bytes and seconds.
         has_arrived: whether pieces travelled while ranks compared them, and `output` holds them.
+        forecast: on a GPU, of the lengths of its frames.
         recorded: its launches on a GPU, if they are recorded or replayed.
     """
 
@@ -237,6 +239,7 @@ class Call:
     plan: Plan | None = None
     counters: Counters | None = None
     has_arrived: bool = False
+    forecast: Forecast | None = None
     recorded: RecordedCall = NEVER
 
     @property

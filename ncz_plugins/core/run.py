@@ -193,7 +193,8 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     started = time.perf_counter()
     counters = call.counters = call.new_counters(transport.world_size)
     with device.using(call.memory), call.pieces_in_place():
-        if device.recorded is not None:
+        if device.in_batches:
+            call.forecast = transport.forecasts.of(_forecast_key(call))
             call.recorded = _recorded(call, device, transport)
         contribution = call.plan.source.data.clone() if call.is_verified else None
         if call.rotates:  # what is added up is not yet what the caller asked for
@@ -426,12 +427,10 @@ def _recorded(call: Call, device: Device, transport: Transport) -> RecordedCall:
 
     Only calls of which the host knows all sizes beforehand, and that are small enough for the host's time to matter.
     """
-    made, forecasts = call.plan, getattr(transport, "forecasts", None)
-    adds_up_at_once = made.within_node is None and not made.feedback and not made.rotation
-    if forecasts is None or not adds_up_at_once or made.layout.numel > BATCH_ELEMENTS:
+    made, lengths = call.plan, call.forecast.sizes
+    if device.recorded is None or lengths is None or made.layout.numel > BATCH_ELEMENTS:
         return NEVER
-    lengths = forecasts.of(_forecast_key(call)).sizes
-    if lengths is None:
+    if made.within_node or made.feedback or made.rotation:
         return NEVER
     report = device.backend.report(made.source.data.device)  # where kernels of this thread report damage
     addresses = made.source.data.data_ptr(), made.output.data.data_ptr(), report.data_ptr()
@@ -481,7 +480,7 @@ def _codec(
         carried_gbps=transport.carried_gbps,
         noise=noise_for(call.config, made.number, made.addend, made.addends),
         divisor=made.divisor,
-        forecast_key=_forecast_key(call),
+        forecast=call.forecast,
         outcome=outcome,
         recorded=call.recorded,
     )

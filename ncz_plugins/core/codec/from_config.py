@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Noise, Predictor
 from ..config import Config
 from ..runtime.device import Device
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
+from ..transport.forecast import Forecast
 from .coded_tensor import CodedTensor
 from .gpu_codec import GpuCodec, Outcome
 from .quantize import Scales
@@ -27,7 +26,7 @@ def codec_for(
     carried_gbps: float = 0.0,
     noise: Noise | None = None,
     divisor: float = 1,
-    forecast_key: Hashable = None,
+    forecast: Forecast | None = None,
     outcome: Outcome | None = None,
     recorded: RecordedCall = NEVER,
 ) -> TensorCodec:
@@ -39,7 +38,7 @@ def codec_for(
         link_gbps, carried_gbps: see `coding_for`.
         noise: random numbers of a stochastic quantizer, see `noise_for`; None: those of call 0, unshifted.
         divisor: see LosslessCodec.
-        forecast_key, outcome, recorded: see GpuCodec.
+        forecast, outcome, recorded: see GpuCodec.
     """
     counters = Counters() if counters is None else counters
     coding = coding_for(config, device.backend, link_gbps, carried_gbps)
@@ -48,7 +47,7 @@ def codec_for(
         return LosslessCodec(*given, divisor)
     noise = noise_for(config, call=0, addend=0, addends=1) if noise is None else noise
     if device.in_batches:
-        return GpuCodec(*given, scales, noise, outcome, forecast_key, recorded)
+        return GpuCodec(*given, scales, noise, outcome, forecast, recorded)
     return QuantizingCodec(*given, scales, noise)
 
 

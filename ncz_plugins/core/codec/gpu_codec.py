@@ -9,7 +9,7 @@ Three things differ from `QuantizingCodec`, whose frames these are:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from ...kernels.backend import Sum
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.trace import span
+from ..transport.forecast import Forecast
 from .tensor_codec import FrameId, FrameSum, QuantizingCodec, frame_errors, name_of
 
 BATCH_ELEMENTS = 1 << 24  # elements that are coded together: a larger batch would take several launches anyway
@@ -52,14 +53,14 @@ class GpuCodec(QuantizingCodec):
 
     Attributes:
         outcome: whether `scales` can be used; None: they can.
-        forecast_key: calls with the same key are expected to write frames of similar sizes.
+        forecast: of the lengths of its frames; None: the schedule needs none.
         recorded: the launches of the call, if they are recorded or replayed.
     """
 
     encodes_ahead = True
 
     outcome: Outcome | None = None
-    forecast_key: Hashable = None
+    forecast: Forecast | None = None
     recorded: RecordedCall = NEVER
 
     def __post_init__(self):

@@ -14,8 +14,9 @@ If there is no forecast, the ranks first agree on the lengths.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from struct import Struct
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,51 +29,56 @@ from ..errors import FrameError
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..transport.base import CollectiveTransport, frame_bytes, peer_errors, replace_by_largest
-from ..transport.forecast import Forecasts
 
 _GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 _LENGTH_FIELD = Struct("<q")  # the length that stands before a frame
 
-_ToGather = tuple[int, Tensor, Tensor, Tensor]  # see `_PaddedFrames.encoded`
 
-
-class PaddedTransport(CollectiveTransport, Protocol):
-    """Transport with uncompressed collectives that also remembers the lengths of frames.
+class _ToGather(NamedTuple):
+    """Frames of both ranks to gather.
 
     Attributes:
-        forecasts: the expected lengths of frames, by forecast key. Kept as long as the ranks are connected.
+        number: theirs.
+        memory: what this rank sends: uint8, [gathered bytes].
+        gathered: what both ranks send: uint8, [2 * gathered bytes].
+        theirs: the other rank's frame in it.
+        fronts: the beginnings of what this rank and the other one send, see `_PaddedFrames._peer_length`.
     """
 
-    forecasts: Forecasts
+    number: int
+    memory: Tensor
+    gathered: Tensor
+    theirs: Tensor
+    fronts: tuple[Tensor, Tensor]
 
 
-def all_reduce(transport: PaddedTransport, codec: GpuCodec, counters: Counters) -> None:
+def all_reduce(transport: CollectiveTransport, codec: GpuCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of all segments to the output."""
     segments = range(len(codec.layout.lengths))
     frame_ids = [(segment, index) for index in range(codec.layout.frames) for segment in segments]
     _run(_PaddedFrames(transport, codec, counters, frame_ids, frame_ids), transport, counters)
 
 
-def reduce_scatter(transport: PaddedTransport, codec: GpuCodec, counters: Counters) -> None:
+def reduce_scatter(transport: CollectiveTransport, codec: GpuCodec, counters: Counters) -> None:
     """Decode the sum over two ranks of this rank's segment to the output."""
     indices, rank = range(codec.layout.frames), transport.rank
     sends, sums = [(1 - rank, index) for index in indices], [(rank, index) for index in indices]
     _run(_PaddedFrames(transport, codec, counters, sends, sums), transport, counters)
 
 
-def _run(frames: _PaddedFrames, transport: PaddedTransport, counters: Counters) -> None:
+def _run(frames: _PaddedFrames, transport: CollectiveTransport, counters: Counters) -> None:
     """Gather and add all frames, then once more those that were cut off."""
     while frames.left:
         # Queue all gathers before the first sum, so that encoding and transfer overlap.
         gathers = []
-        for number, memory, gathered, theirs in frames.encoded():
-            with span("send", memory.nbytes), peer_errors("exchanging frames"):
-                gathers.append((number, theirs, transport.plain.all_gather_single(gathered, memory)))
-            counters.wire_bytes += memory.nbytes
-        for number, theirs, work in gathers:
+        for each in frames.encoded():
+            with span("send", each.memory.nbytes), peer_errors("exchanging frames"):
+                gathers.append((each, transport.plain.all_gather_single(each.gathered, each.memory)))
+            counters.wire_bytes += each.memory.nbytes
+        for each, work in gathers:
             with peer_errors("exchanging frames"):
                 work.wait()
-            frames.decode_sum(number, theirs)
+            frames.decode_sum(each)
         frames.check()
 
 
@@ -89,7 +95,7 @@ class _PaddedFrames:
 
     def __init__(
         self,
-        transport: PaddedTransport,
+        transport: CollectiveTransport,
         codec: GpuCodec,
         counters: Counters,
         sends: list[FrameId],
@@ -100,30 +106,30 @@ class _PaddedFrames:
         self._counters = counters
         self._sends = sends
         self._sums = sums
-        self._forecast = transport.forecasts.of(codec.forecast_key)
         self.left: Sequence[int] = range(len(sends))
         # By number. Memory holds the length of a frame, and from FRONT_BYTES on the frame.
         self._gathered_bytes: dict[int, int] = {}  # the same on both ranks; set once it is forecast or agreed
-        self._own: dict[int, Tensor] = {}  # memory of frames that this rank sends
-        self._own_sizes: dict[int, Tensor] = {}  # bytes of these frames: int64, [1], on the GPU
-        self._received: dict[int, Tensor] = {}  # memory of frames of the other rank
+        self._own: list[Tensor] = []  # memory of frames that this rank sends
+        self._own_sizes: list[Tensor] = []  # bytes of these frames, by batch: int64, [frames of it], on the GPU
+        self._fronts: dict[int, tuple[Tensor, Tensor]] = {}  # of frames that were gathered
         self._summed: set[int] = set()  # frames that came whole, and are in the output
 
     def encoded(self) -> Iterator[_ToGather]:
-        """Yield the frames that are left: number, memory to gather, what both ranks gather, the other one's half of it.
+        """Yield the frames that are left.
 
         Ends early, on both ranks, if it turns out that the call must go plain.
         """
         if self._own:
-            sizes = torch.cat([self._own_sizes[number] for number in self.left])
+            sizes = torch.cat(self._own_sizes)
+            sizes = torch.cat([sizes[number : number + 1] for number in self.left])
             yield from self._to_gather(self.left, [self._own[number] for number in self.left], sizes)
             return
 
-        expected = self._forecast.sizes
+        expected = self._codec.forecast.sizes
         if expected is None:
             for batch in self._batches(2):
                 memory, sizes = self._encode(batch)
-                self._keep(batch, memory, sizes)
+                self._keep(memory, sizes)
                 if not self._agree(batch, sizes):
                     return
                 yield from self._to_gather(batch, memory, sizes)
@@ -141,7 +147,7 @@ class _PaddedFrames:
 
             stage = "encode", batch.start
             memory, sizes, to_gather = self._codec.recorded.queue(stage, encode_and_pad, self._codec.noise)
-            self._keep(batch, memory, sizes)
+            self._keep(memory, sizes)
             yield from to_gather
 
     def _encode(self, batch: range) -> tuple[list[Tensor], Tensor]:
@@ -150,25 +156,20 @@ class _PaddedFrames:
         frames = [each[FRONT_BYTES:] for each in memory]
         return memory, self._codec.encode_ahead([self._sends[number] for number in batch], frames)
 
-    def _keep(self, batch: range, memory: list[Tensor], sizes: Tensor) -> None:
-        self._own |= zip(batch, memory)
-        self._own_sizes |= {number: sizes[at : at + 1] for at, number in enumerate(batch)}
+    def _keep(self, memory: list[Tensor], sizes: Tensor) -> None:
+        self._own += memory
+        self._own_sizes.append(sizes)
 
-    def decode_sum(self, number: int, memory: Tensor) -> None:
-        """Add this rank's values to a frame of the other rank, and write the sum to the output.
-
-        Args:
-            memory: what the other rank sent: uint8, [gathered bytes].
-        """
-        if number not in self._summed:  # once only: the output may share memory with the values
-            self._codec.decode_sum(*self._sums[number], [memory[FRONT_BYTES:]], padded=True)
-        self._received[number] = memory
+    def decode_sum(self, frames: _ToGather) -> None:
+        """Add this rank's values to a frame of the other rank, and write the sum to the output."""
+        if frames.number not in self._summed:  # once only: the output may share memory with the values
+            self._codec.decode_sum(*self._sums[frames.number], [frames.theirs], padded=True)
+        self._fronts[frames.number] = frames.fronts
 
     def check(self) -> None:
         """Wait for the GPU. Afterwards `left` has the frames that were cut off. Raises FrameError."""
-        both = [*self._own.values(), *self._received.values()]  # none received if the call goes plain
         with span("wait", 0, self._counters):
-            fronts = self._codec.check(*[memory[: FRONT_BYTES + HEADER_BYTES] for memory in both])
+            fronts = self._codec.check(*chain.from_iterable(self._fronts.values()))
         self.left = []
         if self._codec.bypass:
             return
@@ -176,7 +177,7 @@ class _PaddedFrames:
 
         # For each frame, compare the longer one of both ranks with the bytes that were gathered.
         longest = []
-        for number, (own_front, peer_front) in enumerate(zip(fronts, fronts[len(self._own) :])):
+        for number, own_front, peer_front in zip(self._fronts, fronts[::2], fronts[1::2]):
             ours, theirs = _length_in(own_front), self._peer_length(peer_front)
             longest.append(max(ours, theirs))
             if padded_bytes(theirs) <= self._gathered_bytes[number]:
@@ -185,7 +186,7 @@ class _PaddedFrames:
                 self.left.append(number)
                 self._set_gathered_bytes(number, ours, longest[-1])
         if not self.left:
-            self._forecast.learn(longest)
+            self._codec.forecast.learn(longest)
 
     def _peer_length(self, front: np.ndarray) -> int:
         """The bytes of a frame of the other rank.
@@ -245,8 +246,14 @@ class _PaddedFrames:
         """Write the lengths before the frames in `memory`. Returns what `encoded` yields."""
         memory = [each[: self._gathered_bytes[number]] for number, each in zip(numbers, memory)]
         self._codec.backend.pad_frames(memory, sizes)
-        gathered = [self._codec.device.buffer(2 * each.numel()) for each in memory]
-        return list(zip(numbers, memory, gathered, [each.chunk(2)[1 - self._transport.rank] for each in gathered]))
+        # All views are made here, as each takes microseconds: they are kept with what is recorded.
+        front, to_gather = FRONT_BYTES + HEADER_BYTES, []
+        for number, own in zip(numbers, memory):
+            gathered = self._codec.device.buffer(2 * own.numel())
+            theirs = gathered.chunk(2)[1 - self._transport.rank]
+            fronts = own[:front], theirs[:front]
+            to_gather.append(_ToGather(number, own, gathered, theirs[FRONT_BYTES:], fronts))
+        return to_gather
 
 
 def padded_bytes(nbytes: int) -> int:
