@@ -363,7 +363,7 @@ def _agree(group: Group, call: Call, device: Device, transport: Transport) -> Co
 
     # Quantization steps follow from the largest of what the ranks have measured.
     if not together:
-        transport.agree_on_largest(measured, call.counters)
+        transport.agree_on_largest(measured, call.counters, call.recorded)
     return _quantizing_codec(call, source, measured, device, transport)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...kernels.format import HEADER, HEADER_BYTES, MAGIC
 from ..errors import ErrorTranslation, FrameError, NczError, PeerError, UnsupportedError
+from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
 from .comparison import RankComparison
 
@@ -216,20 +217,33 @@ class CollectiveTransport(Protocol):
     def plain(self) -> PlainCollectives: ...
 
 
-def replace_by_largest(transport: CollectiveTransport, tensor: Tensor, counters: Counters) -> None:
+def replace_by_largest(
+    transport: CollectiveTransport, tensor: Tensor, counters: Counters, recorded: RecordedCall = NEVER
+) -> None:
     """Replace a tensor of one dimension by its element-wise maximum over ranks. On a GPU the host does not wait.
 
     Two ranks gather: that takes one step over the network, and an all-reduce two steps for the same bytes.
+
+    Args:
+        recorded: keeps the memory of both ranks' tensors, if this one is part of a recording.
     """
     n = transport.world_size
     if n == 2:
-        gathered = tensor.new_empty(2 * tensor.numel())
-        # As bytes, since not every library gathers every dtype.
-        transport.plain.all_gather_single(gathered.view(torch.uint8), tensor.view(torch.uint8)).wait()
-        torch.maximum(*gathered.chunk(2), out=tensor)
+        gathered, mine, both = recorded.queue("agree", lambda: _room_to_gather(tensor))
+        transport.plain.all_gather_single(gathered, mine).wait()
+        torch.maximum(*both, out=tensor)
     else:
         transport.plain.all_reduce(tensor, dist.ReduceOp.MAX).wait()
     counters.wire_bytes += 2 * tensor.nbytes * (n - 1) // n
+
+
+def _room_to_gather(tensor: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Memory for the tensors of two ranks, this rank's tensor, and the parts of that memory.
+
+    The first two are bytes, since not every library gathers every dtype.
+    """
+    gathered = torch.empty(2 * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return gathered.view(torch.uint8), tensor.view(torch.uint8), gathered.chunk(2)
 
 
 class Transport(FrameTransport):
@@ -285,11 +299,12 @@ class Transport(FrameTransport):
             counters: receive the bytes sent and the seconds waited.
         """
 
-    def agree_on_largest(self, tensor: Tensor, counters: Counters) -> None:
+    def agree_on_largest(self, tensor: Tensor, counters: Counters, recorded: RecordedCall = NEVER) -> None:
         """Replace `tensor` by its element-wise maximum over ranks. On a GPU the host does not wait.
 
         Args:
             tensor: of one dimension, on the device of this transport; otherwise as in `start_max`.
+            recorded: what `tensor` may be part of, see `replace_by_largest`.
         """
         self.start_max(tensor, counters).wait()
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import FrameError, PeerError, UnsupportedError
 from ..runtime.process import keep_in_forks
+from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
 from ..runtime.worker import Worker
@@ -179,9 +180,9 @@ class NcclTransport(Transport):
     def start_max(self, tensor: Tensor, counters: Counters) -> Work:
         return self._connections.start_max(tensor, counters)
 
-    def agree_on_largest(self, tensor: Tensor, counters: Counters) -> None:
+    def agree_on_largest(self, tensor: Tensor, counters: Counters, recorded: RecordedCall = NEVER) -> None:
         with peer_errors("agreeing on quantization steps"):
-            replace_by_largest(self, tensor, counters)
+            replace_by_largest(self, tensor, counters, recorded)
 
     def start_comparison(self, comparison: RankComparison, counters: Counters, values: Tensor | None = None) -> Work:
         return self._connections.start_comparison(comparison, counters)
