@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ...kernels.backend import Backend
-from ...kernels.format import Coder, Coding, Noise, Predictor
-from ..config import Config
+from ...kernels.format import Coder, Coding, Noise, Predictor, SelectorCosts
+from ..config import Config, EntropyConfig
 from ..runtime.device import Device
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
@@ -59,11 +61,15 @@ def coding_for(config: Config, backend: Backend, link_gbps: float | None = None,
         carried_gbps: what calls have shown the link to carry, in Gbit/s, used if it is more; see `Transport.learn`.
     """
     gbps = max(config.transport.link_gbps or link_gbps or 1, carried_gbps)
-    picoseconds_per_byte = max(1, round(8000 / gbps))
-    costs = backend.costs._replace(link=picoseconds_per_byte)
-    if config.entropy.costs is not None and backend.name != "cuda":
-        costs = costs._replace(**config.entropy.costs.model_dump())
-    return Coding(Coder[config.entropy.coder.upper()], Predictor[config.entropy.predictor.upper()], costs)
+    return _coding_at(gbps, config.entropy, backend.costs, backend.name == "cuda")
+
+
+@lru_cache(maxsize=64)
+def _coding_at(gbps: float, entropy: EntropyConfig, costs: SelectorCosts, on_gpu: bool) -> Coding:
+    costs = costs._replace(link=max(1, round(8000 / gbps)))  # picoseconds for a byte
+    if entropy.costs is not None and not on_gpu:
+        costs = costs._replace(**entropy.costs.model_dump())
+    return Coding(Coder[entropy.coder.upper()], Predictor[entropy.predictor.upper()], costs)
 
 
 def noise_for(config: Config, call: int, addend: int, addends: int) -> Noise | None:
