@@ -367,7 +367,7 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def report(self, device: torch.device) -> Tensor:
-        """Memory where this thread's kernels on `device` report the first damage: int64, all zeros if there is none.
+        """Memory where this thread's kernels on `device` report the first damage: uint8, all zeros if there is none.
 
         `check` takes a copy of it in host memory. Without a copy, `check` waits for the reports of all devices.
         """

@@ -72,15 +72,16 @@ class Counters:
 
     def add(self, other: Counters) -> None:
         """Add all counters of `other`."""
+        sums = vars(self)
         for name, theirs in vars(other).items():
             if not theirs:  # most counters of a call are zero: skipping them keeps small calls fast
                 continue
-            mine = getattr(self, name)
-            if isinstance(mine, dict):
+            if isinstance(theirs, dict):
+                mine = sums[name]
                 for key, count in theirs.items():
                     mine[key] = mine.get(key, 0) + count
             else:
-                setattr(self, name, mine + theirs)
+                sums[name] += theirs
 
     def describe(self) -> str:
         """A summary in one line."""

@@ -49,8 +49,7 @@ class span:
     def __exit__(self, *_) -> None:
         ended = time.perf_counter()
         if self._counters is not None:
-            total = f"{self._what}_seconds"
-            setattr(self._counters, total, getattr(self._counters, total) + ended - self._started)
+            vars(self._counters)[f"{self._what}_seconds"] += ended - self._started
         if _recorder is not None:
             _recorder.add(threading.current_thread().name, self._what, self._started, ended, self._nbytes)
         if self._is_range:

@@ -230,7 +230,7 @@ class CudaBackend(GpuBackend):
             for found in self._per_thread.reports.values():
                 self.check(found.cpu().numpy())
             return
-        result, count, frame_bytes, *header = report[:_REPORT_NUMBERS].tolist()
+        result, count, frame_bytes, *header = report.view(np.int64)[:_REPORT_NUMBERS].tolist()
         if result:
             for found in self._per_thread.reports.values():
                 found.zero_()

@@ -59,8 +59,8 @@ _CODES, _VALUES, _VALUES_AT_RANDOM = map(integer, range(3))  # what ncz_sample s
 
 
 def new_report(device: torch.device) -> Tensor:
-    """Memory where kernels report the first damage that they find: ncz::Status, as int64 numbers."""
-    return torch.zeros(_STATUS_BYTES // 8, dtype=torch.int64, device=device)
+    """Memory where kernels report the first damage that they find: ncz::Status: uint8."""
+    return torch.zeros(_STATUS_BYTES, dtype=torch.uint8, device=device)
 
 
 # ------------------------------------------------------------------ several frames
