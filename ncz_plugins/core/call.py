@@ -200,6 +200,7 @@ class Call:
 
     Set by `run.decide`:
         config: settings of this call.
+        checksum, least_of_pieces: of these settings, see `group.Settings`.
         bypass: why the call goes plain; None if it is compressed.
         described: numbers that all ranks must have in common, see call_description.py; empty: nothing is compared.
             `run.enter` adds those that differ from call to call.
@@ -233,6 +234,8 @@ class Call:
     is_written: bool = True
     plain: PlainCollectives | None = None
     config: Config | None = None
+    checksum: int = 0
+    least_of_pieces: int | str = 0
     bypass: Bypass | None = None
     described: Mapping[str, int] = field(default_factory=dict)
     number: int = 0

@@ -6,9 +6,11 @@ import zlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .bypass import least_of_pieces
 from .call_description import checksum_of
-from .config import Config
+from .config import Config, QuantizerConfig
 from .runtime.statistics import Counters
 from .schedules.choice import schedule_for
 from .training.group import GroupState
@@ -28,6 +30,20 @@ class Order:
 
     exact_calls: int = 0
     uncompared: int = 0
+
+
+class Settings(NamedTuple):
+    """Settings of calls, and what follows from them.
+
+    Attributes:
+        config: the settings.
+        checksum: by which ranks tell whether theirs differ.
+        least_of_pieces: see `bypass.least_of_pieces`.
+    """
+
+    config: Config
+    checksum: int
+    least_of_pieces: int | str
 
 
 class Group:
@@ -82,8 +98,8 @@ class Group:
     def use(self, config: Config) -> None:
         """Serve calls by these settings from now on."""
         self.config = config
-        self._checksum = checksum_of(config)
         self.decisions: dict[tuple, tuple] = {}
+        self._settings: dict[int, tuple[QuantizerConfig, Settings]] = {}  # by the identity of the quantizer
 
     def for_gpus(self) -> Group:
         """The same ranks and the same order of calls, for tensors on GPUs, whose settings may become others."""
@@ -115,9 +131,16 @@ class Group:
         link = self.config.transport.link_gbps, self.on_gpu, self._trip_seconds
         return self._auto_schedule or schedule_for(exchanging, nbytes // shares, *link)
 
-    def checksum_of(self, config: Config) -> int:
-        """Checksum of a call's settings. That of the usual settings is at hand, as small calls are many."""
-        return self._checksum if config is self.config else checksum_of(config)
+    def settings_with(self, quantizer: QuantizerConfig) -> Settings:
+        """The settings of calls with this quantizer. Found once for each, as hashing it takes longer than to decide."""
+        found = self._settings.get(id(quantizer))
+        if found is None:
+            config = self.config
+            if quantizer != config.quantizer:
+                config = config.model_copy(update={"quantizer": quantizer})
+            made = Settings(config, checksum_of(config), least_of_pieces(config, self.on_gpu, self.world_size))
+            found = self._settings[id(quantizer)] = quantizer, made  # whose memory nothing else gets
+        return found[1]
 
     def note_uncompared(self, described: dict[str, int]) -> None:
         """Remember a call that the ranks do not compare. Its description holds the checksum of those before it."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from .bypass import Bypass, before_call, below, by_rate, by_scales, by_size, least_of_pieces, scales_or_bypass
+from .bypass import Bypass, before_call, below, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call, plain_wire_bytes
 from .call_comparison import memory_of_pieces, require_same_call, tell_pieces
 from .call_description import numbered, require_plain, require_same, signature_described
@@ -109,7 +109,7 @@ def decide(group: Group, call: Call) -> None:
     treatment, _ = alike[0]
     if call.baseline is not None:
         treatment = treatment.without_loss()
-    call.config = treatment.settings(call.config)
+    call.config, call.checksum, call.least_of_pieces = group.settings_with(treatment.quantizer)
     call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
 
     # At a fixed rate there is no coder.
@@ -170,7 +170,7 @@ def enter(group: Group, call: Call) -> None:
         call,
         group.calls,
         call.bypass,
-        group.checksum_of(call.config) if call.bypass is None else 0,
+        call.checksum if call.bypass is None else 0,
         group.order.uncompared,
         group.training.compared_step,
     )
@@ -373,7 +373,7 @@ def _exchanging_codec(group: Group, call: Call, device: Device, transport: Trans
     # all to be as large as its largest. If that is small, its pieces travel at once, and nothing is planned before.
     least, most, codec = 0, -1, None
     if not call.has_equal_sizes:
-        least = least_of_pieces(call.config, device.in_batches, transport.world_size)
+        least = call.least_of_pieces
         most = min((least - 1) // transport.world_size, MAX_BYTES_WITH_COMPARISON)
     if call.largest_piece > most:
         codec = _codec_of_pieces(group, call, device, transport)

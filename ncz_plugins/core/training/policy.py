@@ -72,12 +72,6 @@ class Treatment(NamedTuple):
         """A copy that keeps every bit."""
         return self._replace(quantizer=_lossless(self.quantizer))
 
-    def settings(self, config: Config) -> Config:
-        """`config` with this quantizer."""
-        if self.quantizer is config.quantizer:  # the common case; comparing or hashing would slow small calls down
-            return config
-        return _with_quantizer(config, self.quantizer)
-
 
 class Policies:
     """The policies of a configuration. They use only what all ranks have in common, so all ranks decide alike."""
@@ -138,11 +132,6 @@ def named(parts: Sequence[ParameterSlice]) -> str | None:
 @lru_cache
 def _lossless(quantizer: QuantizerConfig) -> QuantizerConfig:
     return quantizer.changed(kind="lossless")
-
-
-@lru_cache
-def _with_quantizer(config: Config, quantizer: QuantizerConfig) -> Config:
-    return config if config.quantizer == quantizer else config.model_copy(update={"quantizer": quantizer})
 
 
 def _matches(

@@ -171,13 +171,6 @@ def test_before_the_first_bound_nothing_is_changed():
     assert treatment(step=4, config=config).quantizer == config.quantizer
 
 
-def test_the_settings_of_a_call_are_those_in_force_with_the_quantizer_of_its_treatment():
-    in_force = CONFIG.with_transport(schedule="ring")
-    settings = treatment("head.weight").settings(in_force)
-    assert settings.transport == in_force.transport and settings.quantizer.value == 0.1
-    assert treatment(config=Config()).settings(in_force) == in_force
-
-
 @given(st.text(st.characters(categories=["L", "N", "P"]), min_size=1))
 def test_any_name_is_taken(name):
     assert treatment(name).because in {"default", "policies[0]", "policies[3]"}
