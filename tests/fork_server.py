@@ -4,6 +4,7 @@ tests/helpers/forking.py is the other end: it says what a request is. A fork has
 that tests start has, and is answered for twice: with its number once it has that session, with its exit status.
 """
 
+import atexit
 import os
 import sys
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ def enter(folder: str, environment: dict[str, str], log: str) -> None:
 
 def main() -> int:
     descriptor, modules = sys.argv[1:]
+    atexit.register(forked_ranks.end_soon)  # before any module is imported that registers something
     forked_ranks.import_modules(modules)
     sys.stdout.flush()
     tests = Connection(int(descriptor))
