@@ -1,10 +1,9 @@
 """Hosts with several interfaces: a management network that reaches no other host, and one interface for each rank."""
 
-import json
+import ctypes
 import os
-import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from links import link, needs_links
 from on_rank import attempt, digest, rank, values, world_size
-from scenarios import program, search_path
+from scenarios import on_ranks
 
 from benchmarks.laboratory.link import Node
 from benchmarks.opening import Group
@@ -33,9 +32,30 @@ INTERFACES = ("ncz0", "ncz1")  # of the ranks of a host
 # ------------------------------------------------------------------ what ranks do
 
 
-def meets_and_sums() -> dict:
-    """An all_reduce. Only our own connections are made, so what is sent is what is counted."""
+def reads_hosts_from(file: str) -> None:
+    """Have this process, and no other, find `file` at /etc/hosts. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, bind = 0x20000, 0x44000, 0x1000  # CLONE_NEWNS; MS_REC | MS_PRIVATE; MS_BIND
+    if (
+        libc.unshare(new_mounts)
+        or libc.mount(b"none", b"/", None, private, None)
+        or libc.mount(file.encode(), b"/etc/hosts", None, bind, None)
+    ):
+        raise OSError(ctypes.get_errno(), "hosts")
+
+
+def meets_and_sums(hosts: str, interfaces: list[str], ends: str) -> dict:
+    """An all_reduce. Only our own connections are made, so what is sent is what is counted.
+
+    Args:
+        hosts: what is to be found at /etc/hosts.
+        interfaces: that are named for the ranks of a host.
+        ends: "well", or "badly": then it returns how the all_reduce fails.
+    """
     torch.set_num_threads(1)
+    reads_hosts_from(hosts)
+    assert socket.gethostbyname(socket.gethostname()).startswith("192.168.9."), "the management network"
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces[rank % 2]
     store = dist.TCPStore(os.environ["MASTER_ADDR"], PORT, world_size, rank == 0, wait_for_workers=False)
     transport = {"min_bytes": 0, "link_gbps": 1, "hierarchy": "off", "schedule": "direct", "timeout_seconds": SECONDS}
     config = {"quantizer": {"mode": "abs", "value": BOUND}, "transport": transport}
@@ -48,7 +68,7 @@ def meets_and_sums() -> dict:
             assert (tensor.double() - exact).abs().max() <= world_size * BOUND + 1e-5
             return {"digest": digest(tensor), "sent": communicator.stats.total.wire_bytes}
 
-    found = attempt(sums) if os.environ["ENDS"] == "badly" else sums()
+    found = attempt(sums) if ends == "badly" else sums()
     # Rank 0 serves the store until all are done.
     store.add("done", 1)
     while rank == 0 and store.add("done", 0) < world_size:
@@ -98,23 +118,8 @@ def hosts(folder: Path) -> Iterator[list[Node]]:
 
 
 def run(nodes: list[Node], folder: Path, interfaces: tuple[str, str], ends: str = "well") -> list[dict]:
-    """What two ranks on each host return. They are started as srun starts them, each with variables of its own."""
-    argv = [sys.executable, *program(meets_and_sums, folder)]
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(), "WORLD_SIZE": "4", "ENDS": ends}
-    ours["MASTER_ADDR"] = nodes[0].address
-    script = f'mount --bind {folder / "hosts"} /etc/hosts; exec "$@"'
-    ranks = []
-    try:
-        for number in range(4):
-            own = {"RANK": f"{number}", "LOCAL_RANK": f"{number % 2}", "GLOO_SOCKET_IFNAME": interfaces[number % 2]}
-            command = nodes[number // 2].command(["unshare", "--mount", "sh", "-ec", script, "sh", *argv])
-            ranks.append(subprocess.Popen(command, env={**os.environ, **ours, **own}, start_new_session=True))
-        assert [each.wait(90) for each in ranks] == [0] * 4
-    finally:
-        for each in ranks:
-            if each.poll() is None:
-                os.killpg(each.pid, signal.SIGKILL)
-    return [json.loads((folder / f"rank{number}.json").read_text()) for number in range(4)]
+    """What two ranks on each host return."""
+    return on_ranks(4, meets_and_sums, folder, folder / "hosts", interfaces, ends, nodes=nodes)
 
 
 def sent_over(node: Node, interface: str) -> int:
