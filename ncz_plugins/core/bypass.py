@@ -61,7 +61,7 @@ def by_dtype(*dtypes: torch.dtype) -> Bypass | None:
 
 def by_rate(dtype: torch.dtype, config: Config) -> Bypass | None:
     """DTYPE for float64 at a fixed rate, as scales are bfloat16 and lack its range."""
-    return Bypass.DTYPE if config.quantizer.bits is not None and dtype == torch.float64 else None
+    return Bypass.DTYPE if dtype == torch.float64 and config.quantizer.bits is not None else None
 
 
 def by_warm_up(step: int, config: Config) -> Bypass | None:

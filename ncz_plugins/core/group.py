@@ -91,7 +91,7 @@ class Group:
         self.order = Order()
         self._auto_schedule = auto_schedule
         self.communicator = communicator
-        self.key = ranks if key is None else key
+        self.key = tuple(ranks if key is None else key)
         self._trip_seconds = trip_seconds
         self.use(config)
 

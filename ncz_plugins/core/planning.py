@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -98,7 +100,7 @@ def _nodes_for(group: Group, call: Call) -> Nodes | None:
 
 def _broadcast(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     layout = Layout.of([call.input.numel()], *frames_of(call.input, call.config, group.on_gpu))
-    schedule = partial(_schedule_of(group, call, nodes).broadcast, root=call.root)
+    schedule = partial(_SCHEDULES[_schedule_of(group, call, nodes)].broadcast, root=call.root)
     measured = range(1 if group.rank == call.root else 0)
     return Plan(layout, _flat(call.input), _flat(call.output), measured, schedule, number=call.number)
 
@@ -107,7 +109,7 @@ def _gather(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     layout = layout_of_parts(call.input, group.world_size, call.config, group.on_gpu)
     source = _flat(call.input, layout.segment(group.rank).start)
     measured = range(group.rank, group.rank + 1)
-    schedule = _schedule_of(group, call, nodes).all_gather
+    schedule = _SCHEDULES[_schedule_of(group, call, nodes)].all_gather
     return Plan(layout, source, _flat(call.output), measured, schedule, number=call.number)
 
 
@@ -124,20 +126,42 @@ def _exchange(group: Group, call: Call) -> Plan:
     return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received, number)
 
 
-def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
-    """Of an all_reduce, a reduce or a reduce_scatter_single."""
-    n, schedule = group.world_size, _schedule_of(group, call, nodes)
+class _Shape(NamedTuple):
+    """What sums with one signature and the same settings have in common, so that it is found out once: see `Plan`.
+
+    Attributes:
+        config: the settings, by whose identity this is found: comparing them takes longer than all of it.
+        start: the element of the layout that the output begins with.
+    """
+
+    config: Config
+    layout: Layout
+    start: int
+    schedule: Callable
+    divisor: float
+
+
+def _shape_of_sum(group: Group, call: Call, nodes: Nodes | None) -> _Shape:
+    n, name, start = group.world_size, _schedule_of(group, call, nodes), 0
+    schedule = _SCHEDULES[name]
     if call.collective != "reduce_scatter_single":
         exchanging, shares = (nodes.count, nodes.speakers) if nodes else (n, 1)
-        name = group.schedule_for(call.input.nbytes, nodes)
         segments = segments_of_sum(call.input, name, exchanging, shares, call.config, group.on_gpu)
         layout = layout_of_sum(call.input, segments, call.config, group.on_gpu)
         move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
-        output = _flat(call.output)
     else:
-        layout = layout_of_parts(call.output, n, call.config, group.on_gpu)
-        output, move = _flat(call.output, layout.segment(group.rank).start), schedule.reduce_scatter
+        layout, move = layout_of_parts(call.output, n, call.config, group.on_gpu), schedule.reduce_scatter
+        start = layout.segment(group.rank).start
     divisor = n if call.op == dist.ReduceOp.AVG else 1
+    return _Shape(call.config, layout, start, move, divisor if call.scale == 1 else divisor / call.scale)
+
+
+def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
+    """Of an all_reduce, a reduce or a reduce_scatter_single."""
+    shape = call.alike.get(id(call.config))
+    if shape is None:
+        shape = call.alike[id(call.config)] = _shape_of_sum(group, call, nodes)
+    source = _flat(call.input)
     feedback = None
     if call.feeds_back:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
@@ -147,30 +171,31 @@ def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     # The guard compares what all ranks have. Of a reduce one rank has the result.
     verifies = call.collective != "reduce" and group.state.guard.picks(group.training.step)
     return Plan(
-        layout,
-        _flat(call.input),
-        output,
-        range(len(layout.lengths)),
-        move,
+        shape.layout,
+        source,
+        source if call.output is call.input else _flat(call.output, shape.start),
+        range(len(shape.layout.lengths)),
+        shape.schedule,
         number=call.number,
-        addends=n,
+        addends=group.world_size,
         addend=group.rank,
-        divisor=divisor if call.scale == 1 else divisor / call.scale,
+        divisor=shape.divisor,
         feedback=feedback,
         rotation=rotation,
         verify_as=(named(call.parts) or "") if verifies else None,
     )
 
 
-def _schedule_of(group: Group, call: Call, nodes: Nodes | None):
-    """The module whose functions move the frames of a call."""
+def _schedule_of(group: Group, call: Call, nodes: Nodes | None) -> str:
+    """The schedule that moves the frames of a call, one of _SCHEDULES."""
     if call.config.quantizer.bits is not None:
-        return _SCHEDULES["fixed rate"]
+        return "fixed rate"
     if call.baseline is not None and group.nodes is not None:
-        return ring  # in which each part enters a node once
-    return _SCHEDULES[group.schedule_for(call.larger.nbytes, nodes)]
+        return "ring"  # in which each part enters a node once
+    return group.schedule_for(call.larger.nbytes, nodes)
 
 
 def _flat(tensor: Tensor, start: int = 0) -> Window:
     """A tensor in one dimension, of which autograd knows nothing, as the elements of a layout from `start` on."""
-    return Window(tensor.detach().view(-1), start)
+    tensor = tensor.detach()
+    return Window(tensor if tensor.dim() == 1 else tensor.view(-1), start)  # a view takes 2 us

@@ -80,11 +80,13 @@ class _Decision(NamedTuple):
         config: their settings, before policies.
         bypass: why they go plain; None: it depends on their parts.
         described: what ranks compare of each of them, see `signature_described`.
+        alike: what their plans have in common, by their settings: see planning.py.
     """
 
     config: Config
     bypass: Bypass | None
     described: Mapping[str, int]
+    alike: dict[int, NamedTuple]
 
 
 def decide(group: Group, call: Call) -> None:
@@ -95,7 +97,7 @@ def decide(group: Group, call: Call) -> None:
     """
     require_kernels(call.input.device)
     call.copy_strided()
-    call.config, call.bypass, call.described = _decision(group, call)
+    call.config, call.bypass, call.described, call.alike = _decision(group, call)
     if call.bypass:
         return
 
@@ -111,23 +113,25 @@ def decide(group: Group, call: Call) -> None:
         treatment = treatment.without_loss()
     call.config, call.checksum, call.least_of_pieces = group.settings_with(treatment.quantizer)
     call.bypass = treatment.bypass or by_rate(call.input.dtype, call.config)
+    if call.bypass:
+        return
 
     # At a fixed rate there is no coder.
-    is_coded = call.bypass is None and call.config.quantizer.bits is None
-    if is_coded and group.on_gpu and call.config.entropy.coder == "rans":
+    is_coded_on_gpu = group.on_gpu and call.config.quantizer.bits is None
+    if is_coded_on_gpu and call.config.entropy.coder == "rans":
         raise UnsupportedError("entropy.coder: rans is for CPU tensors alone: set auto or huffman for CUDA tensors")
-    if is_coded and group.on_gpu and group.config.transport.schedule == "halving" and call.pieces is None:
+    if is_coded_on_gpu and group.config.transport.schedule == "halving" and call.pieces is None:
         raise UnsupportedError(
             f"{call.collective}: transport.schedule: halving moves tensors in host memory only, and this one is on a "
             "GPU; set transport.schedule to auto, direct or ring"
         )
 
-    if call.bypass is None and call.feeds_back and all(part.name is None for part in call.fed_back_parts):
+    if call.feeds_back and all(part.name is None for part in call.fed_back_parts):
         raise UnsupportedError(
             "quantizer.error_feedback is on and needs a name for each tensor, by which residuals are kept: pass "
             "name=, names= or parts=, or set quantizer.error_feedback to false"
         )
-    if call.bypass is None and call.rotates:
+    if call.rotates:
         require_whole(call.collective, call.parts, call.input.dtype)
 
 
@@ -151,7 +155,7 @@ def _decision(group: Group, call: Call) -> _Decision:
         bypass = by_size(nbytes, config, group.on_gpu, group.world_size, around_ring)
     if len(group.decisions) == _MOST_SIGNATURES:
         group.decisions.clear()
-    found = group.decisions[key] = _Decision(config, bypass, signature_described(call))
+    found = group.decisions[key] = _Decision(config, bypass, signature_described(call), {})
     return found
 
 
@@ -160,21 +164,22 @@ def enter(group: Group, call: Call) -> None:
 
     All ranks must enter the same calls in the same order.
     """
+    state, order = group.state, group.order
     exact = call.bypass is not None or call.config.quantizer.kind == "lossless"
     if exact:  # so that weights that are sent exactly leave the random numbers of gradients as they are
-        group.order.exact_calls += 1
+        order.exact_calls += 1
     else:
-        group.state.calls += 1
+        state.calls += 1
     call.described = numbered(
         call.described,
         call,
-        group.calls,
+        state.calls + order.exact_calls,
         call.bypass,
         call.checksum if call.bypass is None else 0,
-        group.order.uncompared,
+        order.uncompared,
         group.training.compared_step,
     )
-    call.number = group.state.calls
+    call.number = state.calls
     if call.bypass is None and (call.has_equal_sizes or group.on_gpu):  # for others see `_exchanging_codec`
         call.plan = plan(group, call)
 

@@ -358,7 +358,10 @@ class StepsConfig(Section):
 
     def bounds_times(self, step: int) -> float:
         """What every bound is multiplied by in a step, counted from 0."""
-        return next((each.times for each in reversed(self.bounds) if each.step <= step), 1.0)
+        for each in reversed(self.bounds):
+            if each.step <= step:
+                return each.times
+        return 1.0
 
 
 class GuardConfig(Section):

@@ -45,11 +45,13 @@ class Forecast:
         """The longest of the last 4 frames at each place; None if there are fewer, or if their lengths differ."""
         if len(self._calls) < _CALLS:
             return None
+        found = []
         for sizes in zip(*self._calls):
             shortest, longest = min(sizes), max(sizes)
             if longest > shortest + shortest // _MAX_DIFFERENCE_DIVISOR + _MAX_DIFFERENCE_BYTES:
                 return None
-        return list(map(max, zip(*self._calls)))
+            found.append(longest)
+        return found
 
 
 def _still_fits(size: int, longest: int) -> bool:
