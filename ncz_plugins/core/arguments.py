@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -48,16 +49,16 @@ def pieces_of(
 ) -> Pieces:
     """The rows that go to each rank and come from each. Raises ValueError and UnsupportedError."""
     require_one_device(collective, input, output)
-    if input.dim() == 0 or output.dim() == 0:
+    if not input.shape or not output.shape:
         raise ValueError(f"{collective}: input and output must have rows, got a tensor without dimensions")
-    rows = [tensor.shape[1:].numel() for tensor in (input, output)]
-    if rows[0] != rows[1]:
-        raise ValueError(f"{collective}: rows of input and output must have one size, got {rows[0]} and {rows[1]}")
+    (rows_sent, *row), (rows_received, *of_output) = input.shape, output.shape
+    if (row := math.prod(row)) != (of_output := math.prod(of_output)):
+        raise ValueError(f"{collective}: rows of input and output must have one size, got {row} and {of_output}")
     if input.numel() and input.data_ptr() == output.data_ptr():
         raise ValueError(f"{collective}: output must have memory of its own, got that of input")
-    sent = _split_sizes(f"{collective}: input_split_sizes", sent, input.shape[0], ranks)
-    received = _split_sizes(f"{collective}: output_split_sizes", received, output.shape[0], ranks)
-    return Pieces(sent, received, rows[0], rank)
+    sent = _split_sizes(f"{collective}: input_split_sizes", sent, rows_sent, ranks)
+    received = _split_sizes(f"{collective}: output_split_sizes", received, rows_received, ranks)
+    return Pieces(sent, received, row, rank)
 
 
 def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) -> tuple[int, ...]:
@@ -223,16 +224,20 @@ def parts_of_each(
 
 def exchanged_parts(collective: str, tensor: Tensor, name: str | None) -> Sequence[ParameterSlice]:
     """What a tensor of which ranks exchange pieces consists of: one parameter, whose size may differ by rank."""
-    [part] = parts_of(collective, tensor, name, None)
-    return [ParameterSlice(part.name, part.length, numel=NO_SIZE)]
+    _require_name(collective, name)
+    return [ParameterSlice(name, tensor.numel(), numel=NO_SIZE)]
+
+
+def _require_name(collective: str, name: object) -> None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
 
 
 def parts_of(
     collective: str, tensor: Tensor, name: str | None, parts: Sequence[ParameterSlice] | None
 ) -> Sequence[ParameterSlice]:
     """What a tensor consists of: one parameter, called `name`, unless told."""
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"{collective}: name must be a string or None, got {name!r} ({type(name).__name__})")
+    _require_name(collective, name)
     if parts is None:
         # A flat tensor without a name may be a bucket of matrices.
         is_known = name is not None or tensor.dim() > 1

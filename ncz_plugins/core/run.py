@@ -270,17 +270,18 @@ def _turn_back(call: Call, device: Device, transport: Transport) -> None:
 
 
 def _go_plain(call: Call, bypass: Bypass, device: Device, transport: Transport) -> None:
-    """Run the uncompressed collective for a call that was to be compressed."""
+    """Run the uncompressed collective for a call that was to be compressed, unless its pieces have arrived already."""
     counters = call.counters
-    sent = call.new_counters(transport.world_size).plain_bytes
-    with span("plain", call.input.nbytes, counters):
-        with peer_errors("the plain collective"), memory_errors(call.collective):
-            _move_plain(call, transport)
-        device.synchronize()
+    sent = counters.plain_bytes
     if not call.has_arrived:
+        sent = call.new_counters(transport.world_size).plain_bytes  # not only to other nodes
+        with span("plain", call.input.nbytes, counters):
+            with peer_errors("the plain collective"), memory_errors(call.collective):
+                _move_plain(call, transport)
+            device.synchronize()
         counters.wire_bytes += sent
-    counters.bypasses[bypass.value] = 1
-    counters.bypassed_bytes[bypass.value] = sent
+    reason = bypass.value
+    counters.bypasses[reason], counters.bypassed_bytes[reason] = 1, sent
 
 
 def _verify(group: Group, call: Call, contribution: Tensor, device: Device, transport: Transport) -> None:

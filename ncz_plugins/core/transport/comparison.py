@@ -44,9 +44,9 @@ class RankComparison:
         self._heard: list[tuple[int, bytes]] = []  # other ranks and their `told`
         self._tensor: Tensor | None = None
 
-    def hear(self, rank: int, told: bytes) -> None:
-        """Take the `told` of another rank. It has the length of this rank's."""
-        self._heard.append((rank, told))
+    def hear(self, heard: list[tuple[int, bytes]]) -> None:
+        """Take other ranks and the `told` of each. They have the length of this rank's."""
+        self._heard += heard
 
     @property
     def tensor(self) -> Tensor:

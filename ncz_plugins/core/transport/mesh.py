@@ -449,8 +449,7 @@ class Exchange:
         """
         self._mesh.finish([*self._outgoing, *self._incoming])
         if self._comparison is not None:
-            for message in self._incoming:
-                self._comparison.hear(message.connection.rank, message.head.tobytes())
+            self._comparison.hear([(message.connection.rank, message.head.tobytes()) for message in self._incoming])
         return [message.values for message in self._incoming]
 
 

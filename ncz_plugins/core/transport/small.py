@@ -221,11 +221,11 @@ class Exchanges:
         with span("wait", size, counters):
             received = exchange.wait()
         check()
-        # What is not as expected, having no bytes or another number of them, went to memory of its own.
-        require_received([message for message in received if 0 < message.nbytes < size])
-        for peer, message in zip([peer for peer in range(ranks) if peer != rank], received):
-            if message.nbytes:
-                rows[peer][:] = message[:size]
+        for row, message in zip(rows[:rank] + rows[rank + 1 :], received):
+            if message.nbytes:  # not as expected, with no bytes or another number of them: it has memory of its own
+                if message.nbytes < size:
+                    require_received([message])
+                row[:] = message[:size]
         return bytes(told)
 
     def send(self, outgoing: Sequence[Memory], incoming: Sequence[Memory]) -> None:

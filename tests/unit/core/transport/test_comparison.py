@@ -21,7 +21,7 @@ def compared(numbers: list[dict[str, int]]) -> list[dict[str, Extremes]]:
     for rank, each in enumerate(by_word):
         for other, told in enumerate(by_word):
             if other != rank:
-                each.hear(other, told.told)
+                each.hear([(other, told.told)])
     found = [each.differing() for each in by_maximum]
     assert [each.differing() for each in by_word] == found
     return found

@@ -53,8 +53,8 @@ class Heads:
     def __init__(self, told: bytes):
         self.told, self.heard = told, []
 
-    def hear(self, rank: int, told: bytes) -> None:
-        self.heard.append((rank, told))
+    def hear(self, heard: list[tuple[int, bytes]]) -> None:
+        self.heard += heard
 
 
 def lists(received: list[memoryview]) -> list[list[int]]:
