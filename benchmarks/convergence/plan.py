@@ -14,7 +14,7 @@ from ncz_plugins.kernels.format import RATE_BLOCK
 ROOT = Path(__file__).resolve().parents[2]
 
 PLAIN, BF16 = Setting("plain"), Setting("bf16")
-NAMED = {name: Setting.of(Config.load(f"ncclz:{name}").quantizer) for name in PRESETS}
+NAMED = {name: Setting.of(Config.load(f"ncclz:{name}")) for name in PRESETS}
 ACCURATE, BALANCED, SMALL = NAMED["accurate"], NAMED["balanced"], NAMED["small"]
 FORMER = Setting("nearest", 0.25, 4096)  # the default up to November 2026
 WIDE_ACCURATE, WIDE, WIDE_SMALL = (Setting("stochastic", value, 256) for value in (0.25, 0.375, 1))  # what followed it

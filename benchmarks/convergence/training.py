@@ -13,13 +13,15 @@ from tasks import TASKS
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from ncz_plugins import Communicator
-from ncz_plugins.core.config import QuantizerConfig
+from ncz_plugins import Communicator, Config
+from ncz_plugins.core.config import PRESETS
 from ncz_plugins.core.training.policy import ParameterSlice
 
 LAST = 0.2  # of the steps: the training loss is the mean over these, at the end
 PROBE_EVERY = 25  # steps between looks at how far a reduced gradient is from the exact one
 CURVE = 100  # points of a loss curve, each the mean over as many steps
+# A slow link, so that frames are coded as small as they can be. The loss does not depend on it.
+TRANSPORT = {"min_bytes": 0, "link_gbps": 0.1}
 
 
 class Setting(NamedTuple):
@@ -27,9 +29,10 @@ class Setting(NamedTuple):
 
     Attributes:
         kind: "plain" is torch.distributed's own all_reduce, and "bf16" is that of gradients in bfloat16; "nearest",
-            "error feedback" and "stochastic" are ours, and so are "bits" and "stochastic bits", at a fixed rate.
+            "error feedback" and "stochastic" are ours, and so are "bits" and "stochastic bits", at a fixed rate, and
+            "rotated", which is the preset ncclz:muon-ddp.
         bound: times the root mean square of a block, or at a fixed rate bits for each value; 0 where nothing is
-            quantized.
+            quantized. That of the layers' matrices where they are rotated.
         block: elements that share a scale.
     """
 
@@ -38,20 +41,23 @@ class Setting(NamedTuple):
     block: int = 0
 
     @classmethod
-    def of(cls, quantizer: QuantizerConfig) -> Setting:
-        """That of a configuration."""
-        nearest = "error feedback" if quantizer.error_feedback else "nearest"
+    def of(cls, config: Config) -> Setting:
+        """That of a preset."""
+        [quantizer] = [each.quantizer.applied_to(config.quantizer) for each in config.policies] or [config.quantizer]
+        nearest = "rotated" if quantizer.rotates else "error feedback" if quantizer.error_feedback else "nearest"
         kind = "stochastic" if quantizer.kind_in_effect == "stochastic" else nearest
         return cls(kind, quantizer.value, quantizer.block_in_effect)
 
     @property
-    def quantizer(self) -> dict[str, Any]:
-        """Settings of `quantizer`."""
+    def config(self) -> dict[str, Any]:
+        """A configuration, without its transport."""
+        if self.kind == "rotated":
+            return PRESETS["muon-ddp"]
         kind = "stochastic" if self.kind.startswith("stochastic") else "error_bound"
         if self.is_fixed_rate:
-            return {"kind": kind, "mode": "bits", "value": self.bound}
-        feedback = self.kind == "error feedback"
-        return {"kind": kind, "mode": "rms", "value": self.bound, "block": self.block, "error_feedback": feedback}
+            return {"quantizer": {"kind": kind, "mode": "bits", "value": self.bound}}
+        quantizer = {"kind": kind, "mode": "rms", "value": self.bound, "block": self.block}
+        return {"quantizer": quantizer | {"error_feedback": self.kind == "error feedback"}}
 
     @property
     def is_fixed_rate(self) -> bool:
@@ -98,7 +104,7 @@ def train(job: Job) -> dict[str, Any]:
     weights = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
     used = optimizers(job.optimizer, weights, task.sgd_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, job.steps)) for each in used]
-    average = Average(job, [ParameterSlice(name, p.numel()) for name, p in parameters.items()])
+    average = Average(job, [ParameterSlice(name, p.numel(), shape=tuple(p.shape)) for name, p in parameters.items()])
     losses, errors = [], []
     for step in range(job.steps):
         loss = task.loss(model, task.training_batch(job.seed, step, rank, job.ranks))
@@ -143,10 +149,9 @@ class Average:
         self.communicator = None
         self.narrow = job.setting.kind == "bf16"
         if job.setting.bound:
-            quantizer = job.setting.quantizer | {"seed": job.seed}
-            # A slow link, so that frames are coded as small as they can be. The loss does not depend on it.
-            transport = {"min_bytes": 0, "link_gbps": 0.1}
-            self.communicator = Communicator({"quantizer": quantizer, "transport": transport})
+            config = job.setting.config
+            quantizer = config["quantizer"] | {"seed": job.seed}
+            self.communicator = Communicator(config | {"quantizer": quantizer, "transport": TRANSPORT})
 
     def __call__(self, gradient: Tensor) -> None:
         if self.communicator is None:

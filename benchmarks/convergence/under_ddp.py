@@ -9,7 +9,7 @@ step's gradients through the loopback, which nothing else may use: in a network 
 
     unshare --net sh -c "ip link set lo up && torchrun ..."
 
-For the smallest frames set transport.link_gbps to 0.1.
+All calls are compressed, for a slow link, so that frames are coded as small as they can be.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from tasks import TASKS
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
-from training import LAST, identical, plain_average
+from training import LAST, TRANSPORT, identical, plain_average
 
+from ncz_plugins import Config
 from ncz_plugins.torch import ddp
 
 from network import SentBytes  # isort: skip  # of examples/, which `tasks` puts on the path
@@ -91,7 +92,8 @@ def compressed(model: DistributedDataParallel, config: str, steps: int) -> ddp.C
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=steps // 10)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif config != "plain":
-        return ddp.compress(model, json.loads(config) if config.startswith("{") else config)
+        given = Config.load(json.loads(config) if config.startswith("{") else config)
+        return ddp.compress(model, given.with_transport(**TRANSPORT))
     return None
 
 

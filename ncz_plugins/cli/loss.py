@@ -139,7 +139,8 @@ def describe(quantizer: QuantizerConfig) -> str:
     words = []
     for each in found:
         added = f"{each.added:+.2%}" if each.added > 0 else "none"
-        remedy = " (take ncclz:muon)" if each.optimizer == "Muon" and each.loss_class != "harmless" else ""
+        suffers = each.optimizer == "Muon" and each.loss_class != "harmless"
+        remedy = " (take ncclz:muon, under DDP ncclz:muon-ddp)" if suffers else ""
         words.append(f"{each.optimizer}: {each.loss_class}, {added} at {each.mode}:{each.value:g}{remedy}")
     return f"{'; '.join(words)} ({LIMITS})"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.runtime.statistics import Statistics
-from ..core.training.muon import warn
+from ..core.training.muon import PRESET, warn
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from .private import not_traced, wrapped_module
@@ -53,9 +53,11 @@ class _Watched:
     Args:
         training: that of the model.
         parameters: those of the model that are compressed, by name.
+        preset: the remedy.
     """
 
-    def __init__(self, training: Training, parameters: Iterable[tuple[str, Tensor]]):
+    def __init__(self, training: Training, parameters: Iterable[tuple[str, Tensor]], preset: str):
+        self._preset = preset
         self._training = weakref.ref(training)
         self._parts = {
             id(each): (ParameterSlice(name, each.numel(), shape=tuple(each.shape)), each.dtype)
@@ -76,7 +78,7 @@ class _Watched:
             self._seen.add(optimizer)
             trained = [self._parts.get(id(each)) for group in optimizer.param_groups for each in group["params"]]
             matrices = [each for each in trained if each is not None and each[0].dimensions >= 2]
-            warn(optimizer, training.config, matrices)
+            warn(optimizer, training.config, matrices, self._preset)
         return False
 
 
@@ -84,15 +86,16 @@ _watched: list[_Watched] = []
 _look_handle = None  # of the hook of all optimizers, which can't remove itself
 
 
-def watch_first_steps(training: Training, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def watch_first_steps(training: Training, parameters: Iterable[tuple[str, Tensor]], preset: str = PRESET) -> None:
     """Warn in the first steps of optimizers if one of them needs a finer bound. For one rank.
 
     Args:
         training: that of a model.
         parameters: those of the model that are compressed, by name.
+        preset: the remedy.
     """
     global _look_handle
-    _watched.append(_Watched(training, parameters))
+    _watched.append(_Watched(training, parameters, preset))
     if _look_handle is None:
         _look_handle = register_optimizer_step_pre_hook(_look)
 

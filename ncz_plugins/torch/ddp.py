@@ -25,6 +25,7 @@ from ..core.communicator import Communicator
 from ..core.errors import UnsupportedError
 from ..core.runtime.handle import Handle
 from ..core.runtime.statistics import Counters
+from ..core.training.muon import DDP_PRESET
 from ..core.training.policy import ParameterSlice
 from ..core.training.state import Training
 from . import private
@@ -218,7 +219,8 @@ def compress(
     state = Compression(config, group, model.module.named_parameters(), training)
     state.attach(model)
     if state.communicator.rank == 0 and state.communicator.world_size > 1:
-        watch_first_steps(state.training, ((name_of(name), each) for name, each in model.module.named_parameters()))
+        named = ((name_of(name), each) for name, each in model.module.named_parameters())
+        watch_first_steps(state.training, named, DDP_PRESET)
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import fmean
 
 import frontier
@@ -9,10 +10,13 @@ import outcome
 import plan
 import pytest
 import suite
+import torch
 from tasks import TASKS
-from training import Job, Setting
+from training import TRANSPORT, Job, Setting
 
 from ncz_plugins.cli import loss
+from ncz_plugins.core.config import Config
+from ncz_plugins.core.training.policy import ParameterSlice, Policies
 
 SECONDS = 240  # for all trainings, on a busy machine
 WIDE, FED, RANDOM = (Setting(kind, 2.0, 4096) for kind in ("nearest", "error feedback", "stochastic"))
@@ -27,6 +31,7 @@ GPT = [
     )
     for setting in settings
 ]
+MUON = [Job("GPT tiny", "Muon", setting, 0, 30) for setting in (plan.PLAIN, plan.NAMED["muon-ddp"])]
 REPEATED = MLP[3]
 
 
@@ -34,14 +39,14 @@ REPEATED = MLP[3]
 def trained() -> list[dict]:
     """The record of every job, all done by one pair of processes; the last one is a repetition."""
     records = []
-    suite.train([*MLP, *CNN, *GPT, REPEATED], records.append, SECONDS)
+    suite.train([*MLP, *CNN, *GPT, *MUON, REPEATED], records.append, SECONDS)
     return records
 
 
 @pytest.fixture(scope="module")
 def runs(trained) -> dict[Job, dict]:
     found = {Job.read(record["job"]): record for record in trained[:-1]}
-    assert list(found) == [*MLP, *CNN, *GPT]
+    assert list(found) == [*MLP, *CNN, *GPT, *MUON]
     return found
 
 
@@ -54,7 +59,8 @@ def test_compression_is_at_work_and_replicas_are_identical(runs):
     for job, record in runs.items():
         assert record["replicas_identical"], job
         if job.setting.bound:
-            assert record["calls"] == record["compressed_calls"] == job.steps, job
+            treatments = 2 if job.setting.kind == "rotated" else 1
+            assert record["calls"] == record["compressed_calls"] == treatments * job.steps, job
             assert record["ratio"] > 3, job
 
 
@@ -86,6 +92,12 @@ def test_the_gpt_learns_in_both_precisions(runs, task):
     assert runs[plain]["training_loss"] < 4.5  # a uniform guess is at 5.5
     for job in compressed:
         assert more(runs, job) < 0.25 and more(runs, job, "validation_loss") < 0.3
+
+
+def test_the_preset_for_muon_learns_as_well(runs):
+    plain, rotated = MUON
+    assert runs[plain]["training_loss"] < 4.5
+    assert abs(more(runs, rotated)) < 0.01 * runs[plain]["training_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +147,31 @@ class TestCommittedResults:
             if each.group[1] == "Lion" and each.candidate != frontier.PLAIN
         ]
         assert sorted(found, key=lambda each: each[:4]) == sorted(loss.MEASURED, key=lambda each: each[:4])
+
+
+class TestPresetForDDP:
+    """What `under_ddp.py` came to: with these very settings, but for the names of the layers."""
+
+    found = json.loads((suite.NUMBERS.parent / "muon-real-ranks.json").read_text())
+
+    def added(self, task: str) -> list[float]:
+        runs = [each for each in self.found["runs"] if each["task"] == task]
+        return [each["rotated"]["training_loss"] / each["plain"]["training_loss"] - 1 for each in runs]
+
+    def test_it_treats_each_parameter_as_was_measured(self):
+        preset = Config.load("ncclz:muon-ddp").with_transport(**TRANSPORT)
+        measured, now = (Policies(each) for each in (Config.load(self.found["config"]), preset))
+        for name, parameter in TASKS["GPT"]().model().named_parameters():
+            part = ParameterSlice(name, parameter.numel(), shape=tuple(parameter.shape))
+            assert measured.treatment(part, torch.float32, "gradient", 0) == now.treatment(
+                part, torch.float32, "gradient", 0
+            )
+
+    @pytest.mark.parametrize("task", ["GPT", "GPT, 64 sequences"])
+    def test_it_is_harmless_at_a_ratio_of_six(self, task):
+        added = self.added(task)
+        assert len(added) == 5 and fmean(added) + outcome.interval(added) <= outcome.HARMLESS
+        assert all(each["rotated"]["ratio"] >= 6 for each in self.found["runs"])
+        assert all(each["rotated"]["replicas_identical"] for each in self.found["runs"])
+        shown = f"+{100 * fmean(added):.2f} % ± {100 * outcome.interval(added):.2f}"
+        assert all(shown in " ".join(page.read_text().split()) for page in (suite.RESULTS, suite.GUIDE))

@@ -18,6 +18,7 @@ from turns import Pair, Passes, by_turns
 
 from ncz_plugins import Communicator, MismatchError, Training, UnsupportedError
 from ncz_plugins.core.call import plain_wire_bytes
+from ncz_plugins.core.config import Config
 from ncz_plugins.torch import ddp
 
 SMALL = {"transport": {"min_bytes": 0}}
@@ -41,6 +42,22 @@ class Net(nn.Module):
         if spare:
             x = self.spare(x).relu()
         return self.last(x) * self.scale
+
+
+class Layered(nn.Module):
+    """Two layers with numbers between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)
 
 
 def wrapped(group, dtype=torch.float32, **options) -> DistributedDataParallel:
@@ -278,6 +295,7 @@ OPTIMIZERS = {each.__name__: each for each in (torch.optim.Muon, SomebodysMuon, 
         ("ncclz", "Muon", True),
         ("ncclz:small", "SomebodysMuon", True),
         ("ncclz:muon", "Muon", False),
+        ("ncclz:muon-ddp", "Muon", True),  # these matrices are in no layer that has a number
         ({"policies": [{"shape": "matrix", "quantizer": {"kind": "lossless"}}]}, "Muon", False),
         ("ncclz", "SGD", False),
     ],
@@ -297,6 +315,28 @@ def test_the_first_rank_warns_once_of_a_bound_that_is_visible_under_muon(group, 
                 each.zero_grad()
     assert said.getvalue().count(f"warning: {optimizer} trains ") == int(warns and rank == 0)
     assert said.getvalue().count("warning") == int(warns and rank == 0)
+    remedy = "ncclz:muon" if config == "ncclz:muon-ddp" else "ncclz:muon-ddp"
+    assert said.getvalue().count(f'"{remedy}"') == int(warns and rank == 0)
+    compression.close()
+
+
+@ranks(2, 3, gpu=True)
+def test_the_preset_for_muon_turns_the_matrices_of_layers(group):
+    """And no embeddings. The first rank has nothing to warn of."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Layered().to(device), process_group=group)
+    compression = ddp.compress(model, Config.load("ncclz:muon-ddp").with_transport(min_bytes=0))
+    optimizer = torch.optim.Muon([each.weight for each in model.module.layers], lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (16,), generator=generator).to(device)).square().mean().backward()
+            optimizer.step()
+    assert "warning" not in said.getvalue()
+    turned = {name.rpartition("/")[2] for name in compression.training.rotations.by_name}
+    assert turned == {"layers.0.weight", "layers.1.weight"}
+    same_on_all_ranks([digest(parameter.grad) for parameter in model.parameters()], group)
     compression.close()
 
 

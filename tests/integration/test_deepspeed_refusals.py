@@ -76,7 +76,7 @@ CASES = {
         ["zero_quantized_gradients: true", "communication_compression"],
     ),
     "matrices of which there are parts": (
-        [config({"policies": [{"shape": "matrix", "quantizer": {"rotation": True}}]})] * RANKS,
+        [config("ncclz:muon-ddp")] * RANKS,
         "UnsupportedError",
         ["quantizer.rotation", "DeepSpeed", "in policies as well", "ncclz:muon"],
     ),

@@ -106,7 +106,7 @@ CASES = {
         ["transport.hierarchy: 2", "auto, off"],
     ),
     "matrices that are joined": (
-        lambda: NCZ(quantizer={"rotation": True}),
+        lambda: NCZ("ncclz:muon-ddp"),
         UnsupportedError,
         ["quantizer.rotation", "Horovod", "ncclz:muon"],
     ),

@@ -31,10 +31,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Validate the file, and print its settings or the treatment of a model. Raises ConfigError."""
+    """Validate the file, and print its settings or the treatment of a model.
+
+    Raises ConfigError, and UnsupportedError for what DeepSpeed can't serve.
+    """
     if options.step is not None and not options.model:
         raise ConfigError("--step says for which step --model shows the treatment: give both, or neither")
     config, deepspeed = load_config(options.file)
+    if deepspeed and config.rotates:
+        from ...core.training.rotation import refuse  # imports torch
+
+        refuse(config, "DeepSpeed")
     if options.model:
         _show_model(options, config, deepspeed)
     else:

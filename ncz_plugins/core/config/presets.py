@@ -16,6 +16,24 @@ PRESETS: dict[str, dict[str, Any]] = {
     "small": {"quantizer": {"value": 0.85}},
     # For the optimizer Muon. All parameters are treated alike: in one call, and vectors are few.
     "muon": {"quantizer": {"kind": "error_bound", "value": 0.025, "error_feedback": True}},
+    # The same for DDP, whose calls have whole matrices. Muon trains those of the layers, which have numbers in all
+    # models that we know: blocks.0, h.0, layers.0. Embeddings and heads have none.
+    "muon-ddp": {
+        "quantizer": {"value": 0.1},
+        "policies": [
+            {
+                "name": "*.[0-9]*.*",
+                "shape": "matrix",
+                "quantizer": {
+                    "kind": "error_bound",
+                    "value": 0.06,
+                    "block": 32768,
+                    "error_feedback": True,
+                    "rotation": True,
+                },
+            }
+        ],
+    },
 }
 NAMES = ", ".join(f"'{name}'" for name in (SHORT_FORM, *(f"{SHORT_FORM}:{each}" for each in PRESETS)))  # in messages
 

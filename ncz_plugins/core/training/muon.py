@@ -12,6 +12,7 @@ from ..messages import say
 from .policy import ParameterSlice, Policies
 
 PRESET = "ncclz:muon"
+DDP_PRESET = "ncclz:muon-ddp"  # where calls have whole matrices
 _FINE = Config.load(PRESET).quantizer
 _ROTATED = 0.08  # the largest bound that was harmless where matrices are rotated, also with 64 sequences
 _HARMLESS_BITS = 7  # the fewest bits of a fixed rate that were harmless
@@ -24,18 +25,21 @@ def is_muon(optimizer: object) -> bool:
     return any("muon" in each.__name__.lower() for each in type(optimizer).__mro__)
 
 
-def warn(optimizer: object, config: Config, matrices: Sequence[Gradient]) -> None:
+def warn(optimizer: object, config: Config, matrices: Sequence[Gradient], preset: str = PRESET) -> None:
     """Print what `advice` has to say of an optimizer and the matrices that it trains. For one rank, once."""
-    if is_muon(optimizer) and matrices and (line := advice(config, type(optimizer).__name__, matrices)):
+    if is_muon(optimizer) and matrices and (line := advice(config, type(optimizer).__name__, matrices, preset)):
         say(f"ncz_plugins: warning: {line}", sys.stderr)
 
 
-def advice(config: Config, optimizer: str = "Muon", matrices: Sequence[Gradient] = _UNKNOWN) -> str | None:
+def advice(
+    config: Config, optimizer: str = "Muon", matrices: Sequence[Gradient] = _UNKNOWN, preset: str = PRESET
+) -> str | None:
     """Text against settings that are known to cost Muon more than 0.15 % of the training loss; None if these don't.
 
     Args:
         optimizer: its name.
         matrices: the gradients of the parameters that it trains.
+        preset: the remedy; PRESET where `config` rotates already, as that one serves matrices of any name.
     """
     if "gradient" not in config.roles or config.transport.min_bytes == "never":
         return None
@@ -47,7 +51,8 @@ def advice(config: Config, optimizer: str = "Muon", matrices: Sequence[Gradient]
                 f"{optimizer} trains {part.name or 'matrices'}, and gradients are compressed by "
                 f"{found.quantizer.describe()}. Muon suffers most from rounding: the default adds 0.9 % to the "
                 "training loss at 16 sequences a step, 1.7 % at 64 (docs/results/convergence.md). Configure "
-                f'"{PRESET}", or give matrices its quantizer by a policy with shape: matrix'
+                f'"{PRESET if config.rotates else preset}", or give {part.name or "matrices"} its quantizer for '
+                "matrices by a policy"
             )
     return None
 

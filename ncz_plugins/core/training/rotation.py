@@ -260,7 +260,7 @@ def require_whole(collective: str, parts: Sequence[ParameterSlice], dtype: torch
     if found := next(filter(None, problems), None):
         raise UnsupportedError(
             "quantizer.rotation is on and needs all-reduces of whole parameters with names and shapes, as of DDP, not "
-            f"in float16; {found}: set quantizer.rotation to false"
+            f"in float16; {found}: set quantizer.rotation to false, or take ncclz:muon"
         )
 
 

@@ -60,6 +60,15 @@ def test_the_command_says_if_muon_needs_another_bound(key, optimizer, warns, tmp
     assert ("warning: Muon trains matrices" in capsys.readouterr().out) == warns
 
 
+def test_the_command_refuses_what_deepspeed_can_not_do(tmp_path, capsys):
+    (file := tmp_path / "ds.json").write_text(
+        json.dumps({"communication_compression": "ncclz:muon-ddp", "zero_optimization": {"stage": 2}})
+    )
+    assert main(["check", str(file)]) != 0
+    said = capsys.readouterr().err
+    assert "quantizer.rotation" in said and "DeepSpeed" in said and "ncclz:muon" in said
+
+
 def test_the_command_says_it(tmp_path, capsys):
     (file := tmp_path / "ds.json").write_text(
         json.dumps({"communication_compression": "ncclz", "zero_optimization": {"reduce_bucket_size": "auto"}})

@@ -644,7 +644,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_other_types_are_refused(source):
     text = message(source)
     assert f"{source!r} ({type(source).__name__}) is not a configuration; allowed: 'ncclz', 'ncclz:accurate', " in text
-    assert "'ncclz:muon', a mapping, or the path" in text
+    assert "'ncclz:muon-ddp', a mapping, or the path" in text
 
 
 @pytest.mark.parametrize(
