@@ -135,34 +135,30 @@ class NcclTransport(Transport):
         self._device = device
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._groups: list[dist.ProcessGroup] | None = groups
+        self._groups = _Groups(groups)
+        self.plain = StripedCollectives(self._groups.open)
         self._open_one_more = open_group
         self._opened_groups = len(groups)
 
     @property
-    def plain(self) -> StripedCollectives:
-        # Made in each call: an attribute would refer back to this object, and keep its connections open.
-        return StripedCollectives(self._open_groups)
-
-    @property
     def further_groups(self) -> list[dist.ProcessGroup]:
         """All groups but the first. Raises PeerError once they are closed."""
-        return self._open_groups()[1:]
+        return self._groups.open()[1:]
 
     def use_groups(self, count: int) -> int:
-        groups = self._open_groups()
+        groups = self._groups.open()
         while len(groups) < count and self._open_one_more is not None:
             group = self._open_one_more(self._opened_groups)
             self._opened_groups += 1
             with self._lock:
-                is_open = self._groups is groups  # another thread may have closed the transport
+                is_open = self._groups.found is groups  # another thread may have closed the transport
                 if is_open:
                     groups.append(group)
             if not is_open:
                 _shut_down([group])
                 raise _closed()
         with self._lock:
-            surplus = groups[count:] if self._groups is groups else []
+            surplus = groups[count:] if self._groups.found is groups else []
             del groups[len(groups) - len(surplus) :]
         _shut_down(surplus)
         return len(groups)
@@ -208,20 +204,31 @@ class NcclTransport(Transport):
         for worker in workers:
             worker.close(max(0.0, deadline - time.monotonic()))
 
-    def _open_groups(self) -> list[dist.ProcessGroup]:
-        """The groups. Raises PeerError once they are closed."""
-        groups = self._groups
-        if groups is None:
-            raise _closed()
-        return groups
-
     def _take_groups(self) -> list[dist.ProcessGroup]:
         """Remove and return all groups. Returns none in a fork, which must leave them alone."""
         if os.getpid() != self._process:
             return []
         with self._lock:
-            groups, self._groups = self._groups, None
+            groups, self._groups.found = self._groups.found, None
         return groups or []
+
+
+class _Groups:
+    """Process groups, until they are closed. Collectives refer to them, and not to a transport, which refers to those.
+
+    Attributes:
+        found: the groups; None once they are closed.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup]):
+        self.found: list[dist.ProcessGroup] | None = groups
+
+    def open(self) -> list[dist.ProcessGroup]:
+        """The groups. Raises PeerError once they are closed."""
+        groups = self.found
+        if groups is None:
+            raise _closed()
+        return groups
 
 
 def _closed() -> PeerError:
