@@ -112,7 +112,7 @@ class _PaddedFrames:
         self._own: list[Tensor] = []  # memory of frames that this rank sends
         self._own_sizes: list[Tensor] = []  # bytes of these frames, by batch: int64, [frames of it], on the GPU
         self._fronts: dict[int, tuple[Tensor, Tensor]] = {}  # of frames that were gathered
-        self._summed: set[int] = set()  # frames that came whole, and are in the output
+        self._summed: set[int] = set()  # frames that are left though the other rank's came whole: in the output
 
     def encoded(self) -> Iterator[_ToGather]:
         """Yield the frames that are left.
@@ -178,13 +178,13 @@ class _PaddedFrames:
         # For each frame, compare the longer one of both ranks with the bytes that were gathered.
         longest = []
         for number, own_front, peer_front in zip(self._fronts, fronts[::2], fronts[1::2]):
-            ours, theirs = _length_in(own_front), self._peer_length(peer_front)
+            ours, theirs, gathered = _length_in(own_front), self._peer_length(peer_front), self._gathered_bytes[number]
             longest.append(max(ours, theirs))
-            if padded_bytes(theirs) <= self._gathered_bytes[number]:
-                self._summed.add(number)
-            if padded_bytes(longest[-1]) > self._gathered_bytes[number]:
+            if padded_bytes(longest[-1]) > gathered:
                 self.left.append(number)
                 self._set_gathered_bytes(number, ours, longest[-1])
+                if padded_bytes(theirs) <= gathered:
+                    self._summed.add(number)
         if not self.left:
             self._codec.forecast.learn(longest)
 

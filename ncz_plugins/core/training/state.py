@@ -104,12 +104,13 @@ class Training:
     def of_group(self, ranks: Sequence[int]) -> GroupState:
         """State of the group of these global ranks; created when first needed."""
         key = tuple(ranks)
-        if key not in self._groups:
+        group = self._groups.get(key)
+        if group is None:
             group = self._groups[key] = GroupState(self.config.guard)
             group.guard.tightening = self._tightening
             if key in self._loaded:
                 group.load_state_dict(self._loaded.pop(key))
-        return self._groups[key]
+        return group
 
     def free_number(self, ranks: Sequence[int]) -> int:
         """Lowest number that no open communicator between these global ranks has.

@@ -230,8 +230,9 @@ class CudaBackend(GpuBackend):
             for found in self._per_thread.reports.values():
                 self.check(found.cpu().numpy())
             return
-        result, count, frame_bytes, *header = report.view(np.int64)[:_REPORT_NUMBERS].tolist()
-        if result:
+        numbers = report.view(np.int64)
+        if numbers[0]:
+            result, count, frame_bytes, *header = numbers[:_REPORT_NUMBERS].tolist()
             for found in self._per_thread.reports.values():
                 found.zero_()
             raise damage.error(result, np.array(header, dtype="<i8").tobytes(), frame_bytes, count)

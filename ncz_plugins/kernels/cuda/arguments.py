@@ -31,6 +31,9 @@ class NoiseArgument(ctypes.Structure):
     _fields_ = [("key", ctypes.c_uint64), ("first", ctypes.c_uint64), ("shift", ctypes.c_uint32)]
 
 
+_NOISE = struct.Struct("<QQI4x")  # the same
+
+
 class RowsArgument(ctypes.Structure):
     """Structure ncz::RowsOfBlocks."""
 
@@ -75,10 +78,15 @@ def integer(value: int) -> np.int32:
     return np.int32(value)
 
 
-@functools.lru_cache(maxsize=64)
 def noise_argument(noise: Noise | None) -> NoiseArgument:
     """`noise` as a kernel's argument; zeros for None."""
-    return NoiseArgument() if noise is None else NoiseArgument(noise.key, noise.first, noise.shift)
+    return NoiseArgument.from_buffer_copy(noise_bytes(noise))
+
+
+@functools.lru_cache(maxsize=64)
+def noise_bytes(noise: Noise | None) -> bytes:
+    """The bytes of `noise_argument`, which are found faster than the structure."""
+    return _NOISE.pack(0, 0, 0) if noise is None else _NOISE.pack(noise.key, noise.first, noise.shift)
 
 
 class Table:

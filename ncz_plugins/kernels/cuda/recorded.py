@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..format import Noise
-from .arguments import noise_argument
+from .arguments import noise_bytes
 
 _ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 _MIN_CHUNK_BYTES = 2 << 20  # of an arena
@@ -84,7 +84,7 @@ class Recording:
         Args:
             noise: random numbers in place of those of the recording; None if that had none.
         """
-        argument = bytes(noise_argument(noise))
+        argument = noise_bytes(noise)
         for replay in self._replays:
             replay(argument)
 
