@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -114,9 +115,11 @@ def _gather(group: Group, call: Call, nodes: Nodes | None) -> Plan:
 
 
 def _exchange(group: Group, call: Call) -> Plan:
-    cut = frames_of(call.input, call.config, group.on_gpu)
+    # Where there are several pieces for others, each is coded while those before it travel.
+    elements, overlap = frames_of(call.input, call.config, group.on_gpu)
+    cut = group.rank, elements, overlap and group.world_size == 2
     sent, received = (
-        Layout.of(lengths, *cut) for lengths in (call.pieces.elements_sent(), call.pieces.elements_received())
+        _layout_of_pieces(lengths, *cut) for lengths in (call.pieces.elements_sent(), call.pieces.elements_received())
     )
     schedule = exchange_at_once if group.on_gpu else exchange
     if call.config.quantizer.bits is not None:
@@ -124,6 +127,16 @@ def _exchange(group: Group, call: Call) -> Plan:
     # Groups that make equally many calls, such as the two directions between two ranks, draw other random numbers.
     number = call.number + zlib.crc32(repr(group.ranks).encode())
     return Plan(sent, _flat(call.input), _flat(call.output), range(0), schedule, received, number)
+
+
+def _layout_of_pieces(lengths: list[int], rank: int, frame_elements: int, overlap: bool) -> Layout:
+    """Layout with the piece for each rank, or of each. Both ends cut a piece alike, whatever other pieces they have.
+
+    A piece that is longer than a full frame is cut into full frames, and any other is one. With `overlap` there is but
+    one piece, besides that which `rank` keeps.
+    """
+    others = Layout.of(lengths[:rank] + lengths[rank + 1 :], frame_elements, overlap)
+    return replace(others, lengths=tuple(lengths))
 
 
 class _Shape(NamedTuple):

@@ -54,7 +54,7 @@ from .config import Config
 from .config.fields import Role
 from .errors import UnsupportedError, memory_errors
 from .group import Group
-from .planning import frames_of, plan
+from .planning import plan
 from .runtime.device import HOST, Device, require_kernels
 from .runtime.recorded import NEVER, RecordedCall
 from .runtime.trace import span
@@ -404,9 +404,7 @@ def _codec_of_pieces(group: Group, call: Call, device: Device, transport: Transp
     given = transport.rank, config, device, *tensors, call.counters, transport.link_gbps, transport.carried_gbps, noise
     if device.in_batches:
         return GpuPiecesCodec(*given)
-    # Where there are several pieces for others, each is coded while those before it travel.
-    elements, overlap = frames_of(call.input, config)
-    return PiecesCodec((elements, overlap and transport.world_size == 2), *given)
+    return PiecesCodec(*given)
 
 
 def _measured(call: Call, source: Window, device: Device) -> tuple[Window, Tensor]:

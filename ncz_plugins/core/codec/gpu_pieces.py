@@ -77,8 +77,7 @@ class GpuPiecesCodec(FramedPieces):
     """
 
     def __init__(self, rank: int, *given):
-        super().__init__(*given)
-        self._rank = rank
+        super().__init__(rank, *given)
         # What is measured of a piece travels with it, so the numbers of a block lie side by side.
         mode = mode_of(self.config.quantizer, self.source.data.dtype)
         self._numbers_of_block = 0 if not self.quantizes else 2 if mode in ("rms", "range") else 1
@@ -93,12 +92,12 @@ class GpuPiecesCodec(FramedPieces):
     @property
     def numbers_to(self) -> list[int]:
         """How many numbers of `encode` go to each rank."""
-        return [OUTCOME_NUMBERS + count if count else 0 for count in self._frame_counts(self.layout)]
+        return [OUTCOME_NUMBERS + count if count else 0 for count in self.frame_counts(self.layout)]
 
     @property
     def numbers_from(self) -> list[int]:
         """How many numbers of its `encode` each rank has for this one."""
-        return [OUTCOME_NUMBERS + count if count else 0 for count in self._frame_counts(self.received.layout)]
+        return [OUTCOME_NUMBERS + count if count else 0 for count in self.frame_counts(self.received.layout)]
 
     def encode(self) -> Tensor:
         """Write the frames of all pieces.
@@ -106,7 +105,7 @@ class GpuPiecesCodec(FramedPieces):
         Returns what must be known before frames travel: int64, on the GPU. For each rank that gets a piece, the outcome
         of deriving steps, then the bytes of each frame. With kind lossless the host has waited.
         """
-        counts = self._frame_counts(self.layout)
+        counts = self.frame_counts(self.layout)
         frame_ids = [(to, index) for to, count in enumerate(counts) for index in range(count)]
         if self.quantizes:
             frames, sizes, outcomes = self._quantized(frame_ids)
@@ -172,7 +171,7 @@ class GpuPiecesCodec(FramedPieces):
             for nbytes in frames:
                 if not 0 < nbytes <= most:
                     raise FrameError(
-                        f"a frame between ranks {self._rank} and {rank} is said to have {nbytes} bytes; 1 to {most} "
+                        f"a frame between ranks {self.rank} and {rank} is said to have {nbytes} bytes; 1 to {most} "
                         "are possible. Suspect the network or memory."
                     )
             measured = self._measured_numbers(length) * self._measured.itemsize
@@ -199,7 +198,7 @@ class GpuPiecesCodec(FramedPieces):
         scales = None
         if self.quantizes:
             measured = [of_rank.view(self._measured.dtype) for of_rank, *_ in parts]
-            measured[self._rank] = self._measured_for(self._rank)
+            measured[self.rank] = self._measured_for(self.rank)
             scales, self._outcomes = self._steps(layout, torch.cat(measured))
         self._decoder = self.codec(CodedTensor(layout, output=output), scales)
         for source, (_, *frames, values) in enumerate(parts):
@@ -207,7 +206,7 @@ class GpuPiecesCodec(FramedPieces):
                 self._decoder.decode(source, index, frame)
             if values.numel():
                 output[layout.segment(source)].copy_(values.view(output.data.dtype))
-        self.copy_own(self._rank)
+        self.copy_own(self.rank)
 
     def finish(self) -> None:
         if not self.quantizes:
@@ -222,11 +221,6 @@ class GpuPiecesCodec(FramedPieces):
                 )
 
     # ---------------------------------------------------------------- pieces
-
-    def _frame_counts(self, layout: Layout) -> list[int]:
-        """Frames of each piece; none of what this rank keeps."""
-        lengths = enumerate(layout.lengths)
-        return [-(-length // layout.frame_elements) if rank != self._rank else 0 for rank, length in lengths]
 
     def _block(self, layout: Layout) -> int:
         """Elements of a block that shares a scale. A block never reaches into the next piece."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,17 @@ from ..runtime.trace import span
 from .coded_tensor import CodedTensor, ExchangingCodec
 from .from_config import codec_for
 from .layout import Layout, Window
-from .quantize import Scales, derive, measure, measured_bytes, mode_of, most_summable
+from .quantize import (
+    Scales,
+    derive,
+    derive_at_once,
+    measure,
+    measured_bytes,
+    measures_each_block,
+    mode_of,
+    most_summable,
+    step_rule,
+)
 from .tensor_codec import TensorCodec, frame_errors
 
 
@@ -37,6 +48,7 @@ class FramedPieces(ExchangingCodec):
     """Codec of the pieces that a rank sends to each rank, and of those that it gets: what is the same on all devices.
 
     Attributes:
+        rank: this rank.
         config: the settings of the call.
         device: where the tensors live.
         tensor, received: see ExchangingCodec.
@@ -45,6 +57,7 @@ class FramedPieces(ExchangingCodec):
         noise: random numbers of a stochastic quantizer, see `noise_for`.
     """
 
+    rank: int
     config: Config
     device: Device
     tensor: CodedTensor
@@ -59,8 +72,13 @@ class FramedPieces(ExchangingCodec):
         """Whether what is measured of a piece travels with it, and pieces are quantized if that serves."""
         return self.config.quantizer.kind != "lossless"
 
-    def codec(self, tensor: CodedTensor, scales: Scales | None = None, first: int = 0) -> TensorCodec:
-        """The codec of frames, of whose random numbers the first are those of block number `first`."""
+    def frame_counts(self, layout: Layout) -> list[int]:
+        """Frames of each piece; none of what this rank keeps."""
+        lengths = enumerate(layout.lengths)
+        return [-(-length // layout.frame_elements) if rank != self.rank else 0 for rank, length in lengths]
+
+    def codec(self, tensor: CodedTensor, scales: Scales | None = None) -> TensorCodec:
+        """The codec of frames: it quantizes if there are scales."""
         return codec_for(
             self.config,
             self.device,
@@ -69,114 +87,141 @@ class FramedPieces(ExchangingCodec):
             counters=self.counters,
             link_gbps=self.link_gbps,
             carried_gbps=self.carried_gbps,
-            noise=self.noise and self.noise.from_block(first),
+            noise=self.noise,
         )
 
 
 class PiecesCodec(FramedPieces):
-    """Codec of pieces whose frames are coded one by one, while others travel.
-
-    Args:
-        cut: elements of a full frame, and whether coding and transfer overlap: see `Layout.of`.
-        rank: this rank.
-        given: see FramedPieces.
-    """
-
-    def __init__(self, cut: tuple[int, bool], rank: int, *given):
-        super().__init__(*given)
-        self._cut = cut
-        self._rank = rank
-        self._decoders: dict[int, TensorCodec] = {}  # by the rank that a piece comes from
+    """Codec of pieces whose frames are coded one by one, while others travel."""
 
     @property
     def frame_capacity(self) -> int:
         """Upper limit of a frame's bytes, whatever its values are."""
-        lengths = {*self.layout.lengths, *self.received.layout.lengths}
-        return max_update_bytes(max(self._layout(length).frame_elements for length in lengths), self._dtype.itemsize)
-
-    def frames_from(self, rank: int) -> int:
-        """How many frames this rank gets from `rank`."""
-        length = self.received.layout.lengths[rank]
-        return self._layout(length).frames if length else 0
+        frame_elements = max(self.layout.frame_elements, self.received.layout.frame_elements)
+        return max_update_bytes(frame_elements, self._dtype.itemsize)
 
     @cached_property
+    def frames_from(self) -> list[int]:
+        """How many frames this rank gets from each."""
+        return self.frame_counts(self.received.layout)
+
+    @property
     def heads(self) -> tuple[list[Tensor], list[Tensor]]:
         """The heads of the pieces that go to each rank, and memory for those of the pieces that come.
 
         They must have come before a frame is decoded. Empty with kind lossless, for empty pieces, and for what stays.
         """
-        sent = [self._measured(to) for to in range(len(self.layout.lengths))]
-        nothing = self._empty_head(0)
-        received = [
-            nothing if rank == self._rank else self._empty_head(n)
-            for rank, n in enumerate(self.received.layout.lengths)
-        ]
-        return sent, received
+        return self._going.each, self._coming.each
 
     def encode(self, to: int) -> Iterator[Tensor]:
         """The frames of the piece that goes to rank `to`, in order: each uint8, [bytes]."""
-        elements = self.layout.segment(to)
-        layout = self._layout(elements.stop - elements.start)
-        if not layout.numel:
-            return
-        first = self.layout.steps_of(range(to, to + 1)).start
-        scales = self._derived(self.heads[0][to], layout)
-        codec = self.codec(CodedTensor(layout, source=Window(self.source[elements])), scales, first)
-        yield from codec.encode_each((0, index) for index in range(layout.frames))
+        for index in range(self.frame_counts(self.layout)[to]):
+            yield self._encoders[to].encode(to, index)
 
     def decode(self, source: int, index: int, frame: Tensor) -> None:
         """Take frame `index` of the piece from rank `source`. Values are in the output once `finish` returns.
 
         Raises FrameError if the frame is damaged.
         """
-        if index == 0:
-            elements = self.received.layout.segment(source)
-            output = Window(self.received.output[elements])
-            layout = self._layout(output.data.numel())
-            scales = self._derived(self.heads[1][source], layout)
-            self._decoders[source] = self.codec(CodedTensor(layout, output=output), scales)
-        self._decoders[source].decode(0, index, frame)
+        self._decoders[source].decode(source, index, frame)
 
     def finish(self) -> None:
         with frame_errors("a frame"):
             self.device.check()
 
-    # ---------------------------------------------------------------- a piece
+    # ---------------------------------------------------------------- heads
 
     @property
     def _dtype(self) -> torch.dtype:
         return self.source.data.dtype
 
-    def _layout(self, length: int) -> Layout:
-        """How both ends cut a piece."""
-        return _layout_of_piece(length, *self._cut)
-
-    def _measured(self, to: int) -> Tensor:
-        """The head of the piece that goes to rank `to`."""
-        source, quantizer = self.source[self.layout.segment(to)], self.config.quantizer
-        if to == self._rank or not source.numel() or not self.quantizes:
-            return self._empty_head(0)
+    @cached_property
+    def _going(self) -> _Heads:
+        layout, quantizer, heads = self.layout, self.config.quantizer, self._empty_heads(self.layout)
+        pieces = [rank for rank, head in enumerate(heads.each) if head.numel()]
         most = most_summable(quantizer, self._dtype, addends=1)
-        with span("measure", source.nbytes, self.counters):
-            return measure(self.device.backend, Window(source), self._layout(len(source)), range(1), quantizer, most)
+        with span("measure", self.source.data.nbytes, self.counters):
+            if heads.together is not None:
+                heads.together.copy_(measure(self.device.backend, self.source, layout, pieces, quantizer, most))
+                return heads
+            for rank in pieces:
+                alone, values = _alone(layout, rank), Window(self.source[layout.segment(rank)])
+                heads.each[rank] = measure(self.device.backend, values, alone, range(1), quantizer, most)
+        return heads
 
-    def _empty_head(self, length: int) -> Tensor:
-        """Memory for the head of a piece of `length` elements."""
-        dtype, quantizer = torch.bfloat16, self.config.quantizer
+    @cached_property
+    def _coming(self) -> _Heads:
+        return self._empty_heads(self.received.layout)
+
+    def _empty_heads(self, layout: Layout) -> _Heads:
+        """Memory for the heads of pieces."""
+        quantizer, counts = self.config.quantizer, self.frame_counts(layout)
+        if self.quantizes and measures_each_block(quantizer, self._dtype):
+            together = torch.zeros(layout.steps, dtype=torch.bfloat16, device="cpu")
+            steps = [layout.steps_of(range(rank, rank + 1)) for rank in range(len(counts))]
+            return _Heads([together[where if count else slice(0)] for where, count in zip(steps, counts)], together)
+        dtype = torch.bfloat16
         if mode_of(quantizer, self._dtype) != "rms only":
-            dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
-        nbytes = measured_bytes(self._layout(length), quantizer, self._dtype) if length and self.quantizes else 0
-        return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device="cpu")
+            dtype = _number_of_steps(self._dtype)
+        nbytes = [
+            measured_bytes(_alone(layout, rank), quantizer, self._dtype) if count and self.quantizes else 0
+            for rank, count in enumerate(counts)
+        ]
+        return _Heads([torch.empty(size // dtype.itemsize, dtype=dtype, device="cpu") for size in nbytes])
 
-    def _derived(self, measured: Tensor, layout: Layout) -> Scales | None:
-        """The quantization steps of a piece; None if its values are sent as they are. Both ends find the same."""
-        if not self.quantizes:
-            return None
-        quantizer = self.config.quantizer
-        derived = derive(measured, layout, quantizer, self._dtype, addends=1, backend=self.device.backend)
-        return derived.scales if derived.is_worthwhile(self._dtype) else None
+    # ---------------------------------------------------------------- what follows from heads
+
+    @cached_property
+    def _encoders(self) -> list[TensorCodec]:
+        return self._codecs(self.tensor, self._going)
+
+    @cached_property
+    def _decoders(self) -> list[TensorCodec]:
+        return self._codecs(self.received, self._coming)
+
+    def _codecs(self, tensor: CodedTensor, heads: _Heads) -> list[TensorCodec]:
+        """The codec of each piece, which follows from its head alone, so that both ends find the same."""
+        layout, quantizer, backend = tensor.layout, self.config.quantizer, self.device.backend
+
+        # The usual case: the steps of all pieces at once.
+        if heads.together is not None:
+            rule = step_rule(quantizer, self._dtype, addends=1)
+            if derived := derive_at_once(heads.together, self._dtype, rule, backend):
+                return [self.codec(tensor, derived.scales)] * len(heads.each)
+
+        # Some pieces may be such that their values are sent as they are.
+        exact, number = self.codec(tensor), _number_of_steps(self._dtype)
+        scales = Scales(*torch.ones(2, layout.steps, dtype=number, device="cpu"))
+        quantizing = self.codec(tensor, scales)
+        codecs = [exact] * len(heads.each)
+        for rank, head in enumerate(heads.each):
+            if not head.numel():
+                continue
+            derived = derive(head, _alone(layout, rank), quantizer, self._dtype, addends=1, backend=backend)
+            if derived.scales is not None and derived.is_worthwhile(self._dtype):
+                codecs[rank], own = quantizing, scales[layout.steps_of(range(rank, rank + 1))]
+                own.inverse_steps.copy_(derived.scales.inverse_steps)
+                own.scales.copy_(derived.scales.scales)
+        return codecs
 
 
-@lru_cache(maxsize=64)  # pieces are many, and often of one length
-def _layout_of_piece(length: int, frame_elements: int, overlap: bool) -> Layout:
-    return Layout.of((length,), frame_elements, overlap)
+class _Heads(NamedTuple):
+    """Heads of the pieces that go to all ranks, or come from them.
+
+    Attributes:
+        each: the head of each piece; empty where there is none.
+        together: the memory of all heads, a number for each quantization step; None if they consist of other numbers.
+    """
+
+    each: list[Tensor]
+    together: Tensor | None = None
+
+
+def _alone(layout: Layout, rank: int) -> Layout:
+    """The layout of one piece."""
+    return layout.for_segments(range(rank, rank + 1))
+
+
+def _number_of_steps(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the quantization steps of values."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

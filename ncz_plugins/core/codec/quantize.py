@@ -132,7 +132,7 @@ def measure(
     backend: HostBackend,
     source: Window,
     layout: Layout,
-    segments: range,
+    segments: Sequence[int],
     quantizer: QuantizerConfig,
     most: float = math.inf,
     largest: bool = False,
@@ -150,14 +150,13 @@ def measure(
     In the first four modes the dtype is that of steps, and numbers are rounded up. NaN and infinity measure +inf.
 
     Args:
-        segments: the segments to measure. Blocks of other segments measure 0, or -inf in mode range.
+        segments: the segments to measure, a range unless `measures_each_block`. Blocks of other segments measure 0, or
+            -inf in mode range.
         most: in mode "rms only", larger magnitudes measure +inf. In other modes `derive` finds them.
         largest: return the largest magnitudes even in mode "rms only". They allow finer bounds, and cost nothing if
             the measurements are not sent to other ranks.
     """
-    # The default needs one pass of the kernels.
-    rms_only = mode_of(quantizer, source.data.dtype) == "rms only" and not largest
-    if rms_only and quantizer.block_in_effect == SCALE_BLOCK:
+    if measures_each_block(quantizer, source.data.dtype) and not largest:
         measured = torch.zeros(layout.steps, dtype=torch.bfloat16, device="cpu")
         for i in segments:
             here = measured[layout.steps_of(range(i, i + 1))]
@@ -188,7 +187,7 @@ def measure(
         # Squares of float64 may overflow or vanish. The root mean square is then replaced by its lower limit.
         usable = (mean > 1e-290) & np.isfinite(mean)
         rms = np.maximum(np.sqrt(np.where(usable, mean, 0)), measured[0] / np.sqrt(lengths))
-        if rms_only:
+        if mode_of(quantizer, source.data.dtype) == "rms only" and not largest:
             return _rounded_down_to_bfloat16(np.where(measured[0] > most, np.inf, rms))
         measured += [rms]
     return torch.from_numpy(_rounded_up(np.concatenate(measured), work_dtype(source.data.dtype)))
@@ -202,6 +201,22 @@ def measured_bytes(layout: Layout, quantizer: QuantizerConfig, dtype: torch.dtyp
         return blocks * torch.bfloat16.itemsize
     numbers_of_block = 2 if quantizer.mode in ("rms", "range") else 1
     return blocks * numbers_of_block * work_dtype(dtype)().nbytes
+
+
+def measures_each_block(quantizer: QuantizerConfig, dtype: torch.dtype) -> bool:
+    """Whether `measure` returns one number for each SCALE_BLOCK elements, as by default: one pass of the kernels."""
+    return mode_of(quantizer, dtype) == "rms only" and quantizer.block_in_effect == SCALE_BLOCK
+
+
+def derive_at_once(agreed: Tensor, dtype: torch.dtype, rule: StepRule, backend: HostBackend) -> Derived | None:
+    """What `derive` returns for measurements of each block: by one pass of the kernels, and for any of the blocks.
+
+    None if a block is not finite, or needs a finer step or many bits: `derive` tells what that means for all of them.
+    """
+    *found, spread = backend.steps_of(agreed, rule)
+    bits = math.log2(spread) + 1 if spread else math.inf
+    is_clear = bits <= _MAX_SHARE_IN_WORST_BLOCK * 8 * dtype.itemsize
+    return Derived(Scales(*found), bits_per_value=bits) if is_clear else None
 
 
 @ieee
@@ -227,12 +242,9 @@ def derive(
     """
     work, rule = work_dtype(dtype), step_rule(quantizer, dtype, addends, divisor, result)
 
-    # The default needs one pass of the kernels.
     if backend is not None and agreed.dtype == torch.bfloat16 and quantizer.block_in_effect == SCALE_BLOCK:
-        *found, spread = backend.steps_of(agreed, rule)
-        bits = math.log2(spread) + 1 if spread else math.inf
-        if bits <= _MAX_SHARE_IN_WORST_BLOCK * 8 * dtype.itemsize:
-            return Derived(Scales(*found), bits_per_value=bits)
+        if found := derive_at_once(agreed, dtype, rule, backend):
+            return found
 
     # The error bound of each block.
     if torch.isposinf(agreed).any():

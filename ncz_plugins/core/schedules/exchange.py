@@ -58,7 +58,7 @@ def exchange(transport: FrameTransport, codec: PiecesCodec, counters: Counters) 
     # Connect at once with all ranks that send something or get something: one after the other they would wait in turns.
     n, rank, outgoing = transport.world_size, transport.rank, codec.layout.lengths
     others = [(rank + i) % n for i in range(1, n)]
-    incoming = {peer: codec.frames_from(peer) for peer in others}
+    incoming = {peer: codec.frames_from[peer] for peer in others}
     peers, capacity = [peer for peer in others if incoming[peer] or outgoing[peer]], codec.frame_capacity
     transport.connect(peers)
     streams = {peer: transport.streams([(peer, peer)], [1] * incoming[peer], capacity, counters)[0] for peer in peers}
