@@ -205,8 +205,7 @@ class Mesh:
         with self._lock:
             self._require_open()
             outgoing = self._by_rank[to][channel].send(_parts(message))
-            for connection in self._in_use:
-                connection.is_full = False  # bytes may have left since
+            for connection in self._ready(0):
                 connection.advance()
             return outgoing
 
@@ -291,8 +290,6 @@ class Mesh:
 
         Returns the connections that can receive or send. Raises PeerError if an awaited one was silent for too long.
         """
-        for connection in self._in_use:
-            connection.update_poll(self._poll)
         silent_since = min([connection.heard for connection in awaited])
         left = silent_since + self._timeout - time.monotonic()
         if left <= 0:
@@ -302,7 +299,15 @@ class Mesh:
                 f"rank {names} has not answered within the time-out of {self._timeout:g} s. It hangs, is cut off, or "
                 "is far behind: look at its log, and raise transport.timeout_seconds if it was only slow."
             )
-        events = self._poll.poll(1000 * min(left, _MAX_POLL_SECONDS))
+        return self._ready(1000 * min(left, _MAX_POLL_SECONDS))
+
+    def _ready(self, milliseconds: float) -> list[_Connection]:
+        """The connections that can receive or send, once there are any or the time is over."""
+        for connection in self._in_use:
+            wanted = select.POLLIN * bool(connection.incoming) | select.POLLOUT * bool(connection.outgoing)
+            if wanted != connection.polled:  # seldom: a call for each would take longer than the poll
+                connection.update_poll(self._poll)
+        events = self._poll.poll(milliseconds)
         heard = time.monotonic()
         ready = []
         for descriptor, event in events:
@@ -555,6 +560,7 @@ class _Connection:
         outgoing, incoming: messages that are not over, oldest first.
         is_full: True if the socket took no more bytes when it was last tried.
         heard: time when the socket last sent or took something, or a wait for it began, in seconds of `time.monotonic`.
+        polled: the events that are polled for.
     """
 
     def __init__(self, rank: int, name: int, opened: socket.socket):
@@ -564,7 +570,7 @@ class _Connection:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # the error that ended the connection
-        self._polled = 0  # the events that are polled for
+        self.polled = 0
         self.is_full = False
         self.heard = 0.0
         opened.setblocking(False)
@@ -591,13 +597,13 @@ class _Connection:
         wanted = 0
         if self._lost is None:
             wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
-        if wanted == self._polled:
+        if wanted == self.polled:
             return
         if wanted:
             poll.register(self.socket, wanted)
         else:
             poll.unregister(self.socket)
-        self._polled = wanted
+        self.polled = wanted
 
     def send(self, parts: Sequence[Memory]) -> Outgoing:
         """Start to send a message, after earlier ones."""

@@ -18,7 +18,7 @@ from ...kernels.format import HEADER_BYTES
 from ..errors import FrameError
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
-from .base import FrameStream, frames_of, peer_errors
+from .base import FrameStream, frames_of
 from .mesh import Incoming, Mesh, Outgoing
 
 
@@ -40,19 +40,15 @@ class MeshStream(FrameStream):
         self._since = time.perf_counter()  # when the next frame begins, for traces: see `trace.recording`
         self._sending: list[tuple[Outgoing, float, int]] = []
         self._sent = 0
-        with peer_errors(f"receiving from rank {source}"):
-            self._messages: deque[tuple[int, Incoming]] = deque(
-                (
-                    frames,
-                    mesh.receive(source, frames * HEADER_BYTES, frames * frame_capacity, index % mesh.channels),
-                )
-                for index, frames in enumerate(incoming)
-            )
+        self._messages: deque[tuple[int, Incoming]] = deque(
+            (frames, mesh.receive(source, frames * HEADER_BYTES, frames * frame_capacity, index % mesh.channels))
+            for index, frames in enumerate(incoming)
+        )
         self._frames: deque[Tensor] = deque()  # that have come in a message with one that was asked for
 
     def send(self, *frames: Tensor) -> None:
         nbytes = sum([frame.nbytes for frame in frames])
-        with span("send", nbytes), peer_errors(f"sending to rank {self.to}"):
+        with span("send", nbytes):
             started = time.perf_counter()
             memories = tuple([memoryview(frame.numpy()) for frame in frames])
             message = self._mesh.send(self.to, memories, self._sent % self._mesh.channels)
@@ -68,8 +64,7 @@ class MeshStream(FrameStream):
     def _next_message(self) -> list[Tensor]:
         """Wait for a message. Returns its frames. Raises FrameError if it has others."""
         count, message = self._messages.popleft()
-        with span("wait", 0, self._counters), peer_errors(f"receiving from rank {self.source}"):
-            self._mesh.finish([message])
+        self._await([message], 0)
         nbytes, source = message.values.nbytes, self._mesh.name_of(self.source)
         frames = frames_of(message.values, count, source)
         if sum(map(len, frames)) != nbytes:
@@ -79,11 +74,16 @@ class MeshStream(FrameStream):
         return [torch.frombuffer(frame, dtype=torch.uint8) for frame in frames]
 
     def finish(self) -> None:
-        left = sum(nbytes for message, _, nbytes in self._sending if message.ended is None)
-        with span("wait", left, self._counters), peer_errors(f"sending to rank {self.to}"):
-            self._mesh.finish([message for message, _, _ in self._sending])
+        left = sum([nbytes for message, _, nbytes in self._sending if message.ended is None])
+        self._await([message for message, _, _ in self._sending], left)
         before = 0.0
         for message, started, nbytes in self._sending:
             record(f"sending to rank {self.to}", "frame", max(started, before), message.ended, nbytes)
             before = message.ended
         self._sending.clear()
+
+    def _await(self, messages: Sequence[Incoming | Outgoing], nbytes: int) -> None:
+        """Wait until messages were sent or received, of which so many bytes are still to send. Raises PeerError."""
+        if any([message.ended is None for message in messages]):
+            with span("wait", nbytes, self._counters):
+                self._mesh.finish(messages)
