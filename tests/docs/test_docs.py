@@ -291,8 +291,7 @@ for module, name in {sorted(names)!r}:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return os.environ | {"DS_ACCELERATOR": "cpu"}
 
 
 # ------------------------------------------------------------------ programs

@@ -45,7 +45,7 @@ def cells() -> list[dict]:
 
 def test_the_notebook_runs(tmp_path):
     program = "\n".join("".join(cell["source"]) for cell in cells())
-    path = os.pathsep.join(map(str, (ROOT, EXAMPLES)))
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(EXAMPLES)])
     environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "agg"}
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=200)
 

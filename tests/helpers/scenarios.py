@@ -27,7 +27,7 @@ from pathlib import Path
 import forking
 import pytest
 import torch
-from repository import FORKED_RANKS, ROOT
+from repository import FORKED_RANKS
 
 from benchmarks.laboratory.link import Node
 from ncz_plugins.cli.perf.launch import free_port
@@ -127,7 +127,7 @@ def _program(file: str, folder: Path, device: str, seconds: float, **what) -> li
 
 def search_path() -> str:
     """The variable PYTHONPATH of a process that runs a scenario."""
-    return os.pathsep.join([str(RUNNER.parent), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join([str(RUNNER.parent), os.environ["PYTHONPATH"]])
 
 
 def results(finished: list[Finished]) -> list:

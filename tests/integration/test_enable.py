@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import launch
-from repository import FORKED_RANKS, ROOT
+from repository import FORKED_RANKS, ROOT, STARTED
 
 from ncz_plugins.cli import enable as enabling
 from ncz_plugins.cli.enable import HOOK
@@ -42,8 +42,8 @@ class Environment:
 
     def run(self, *arguments: object, installed: bool = True, status: int = 0) -> str:
         """What Python prints; `installed` is whether it finds ncz_plugins."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"DS_ACCELERATOR": "cpu"} | ({"PYTHONPATH": str(ROOT)} if installed else {})
+        paths = os.pathsep.join(map(str, [STARTED, ROOT] if installed else [STARTED]))
+        environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
         done = subprocess.run(
             [self.python, *map(str, arguments)],
             cwd=self.folder,

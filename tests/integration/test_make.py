@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpt import GPT, GPTConfig
-from repository import ROOT
+from repository import ROOT, STARTED
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,6 +45,7 @@ def make(*arguments: str, folder: Path = ROOT) -> str:
     # Neither what `make test` was called with, nor what it exported to the tests.
     inherited = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "SECONDS", "COVERAGE_FILE")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", *inherited))}
+    environment["PYTHONPATH"] = str(STARTED)  # what make has installed is to be found where it is
     done = subprocess.run(
         ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, errors="replace", timeout=280
     )

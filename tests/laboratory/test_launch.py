@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import gone, launched
 from links import needs_links
-from repository import LAUNCHED, ROOT
+from repository import LAUNCHED
 
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import link
@@ -67,8 +67,7 @@ def test_nothing_is_left_when_the_command_is_ended(where, sent, tmp_path):
     worker = [LAUNCHED, tmp_path / "records.jsonl", where]
     command = [sys.executable, Path(__file__).with_name("laboratory_command.py"), *worker]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    path = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, **streams, text=True, env=path, start_new_session=True) as process:
+    with subprocess.Popen(command, **streams, text=True, start_new_session=True) as process:
         rank, child, *nodes = [int(pid) for pid in process.stdout.readline().split()]
         assert len(nodes) == (2 if where == "links" else 0)
         os.killpg(process.pid, sent)  # as a terminal does to all that it shows, or the system to what is in the way

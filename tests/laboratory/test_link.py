@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from launching import gone
 from links import needs_links
-from repository import ROOT
 
 from benchmarks.laboratory.link import Node, bits_per_second, link
 from ncz_plugins.core.errors import ConfigError, UnsupportedError
@@ -134,7 +133,6 @@ with link(2, "1gbit") as nodes:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
         start_new_session=True,
     )
     with owner:
