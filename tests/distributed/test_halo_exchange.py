@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from on_rank import rank, world_size
 from repository import FORKED_RANKS, ROOT
-from scenarios import ranks, search_path
+from scenarios import IMPORTS, ranks, search_path
 
 from examples.halo_exchange import Part, Region, bound_of, hot_spots, largest_error, solve
 from ncz_plugins import Communicator
@@ -115,10 +115,10 @@ def test_an_error_of_any_rank_is_found(group):
 def run(folder, *options: str) -> tuple[int, str]:
     """The program's exit status on 2 ranks, and what it printed."""
     sizes = ["--size", "200", "--steps", "64", "--depth", "16", "--min-bytes", "1024"]
-    imports = "ncz_plugins.core.communicator"
     script = [str(ROOT / "examples" / "halo_exchange.py"), *sizes, *options]
-    command = [sys.executable, str(FORKED_RANKS), imports, "torch", "2", str(free_port()), *script]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+    command = [sys.executable, str(FORKED_RANKS), IMPORTS, "torch", "2", str(free_port()), *script]
+    # As for scenarios, so that both fork the same process.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
     process = forking.start(command, cwd=folder, env=environment, log=(log := folder / "output.log"))
     try:
         status = process.wait(SECONDS)
