@@ -176,10 +176,10 @@ def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
         shape = call.alike[id(call.config)] = _shape_of_sum(group, call, nodes)
     source = _flat(call.input)
     feedback = None
-    if call.feeds_back:
+    if shape.config.quantizer.feeds_back:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
     rotation = None
-    if call.rotates:
+    if shape.config.quantizer.rotates:
         rotation = Rotation(group.training.rotations, group.own_names(call.parts), group.rank, group.ranks)
     # The guard compares what all ranks have. Of a reduce one rank has the result.
     verifies = call.collective != "reduce" and group.state.guard.picks(group.training.step)
@@ -210,5 +210,6 @@ def _schedule_of(group: Group, call: Call, nodes: Nodes | None) -> str:
 
 def _flat(tensor: Tensor, start: int = 0) -> Window:
     """A tensor in one dimension, of which autograd knows nothing, as the elements of a layout from `start` on."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return Window(tensor if tensor.dim() == 1 else tensor.view(-1), start)  # a view takes 2 us

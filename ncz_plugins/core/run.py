@@ -117,7 +117,8 @@ def decide(group: Group, call: Call) -> None:
         return
 
     # At a fixed rate there is no coder.
-    is_coded_on_gpu = group.on_gpu and call.config.quantizer.bits is None
+    quantizer = call.config.quantizer
+    is_coded_on_gpu = group.on_gpu and quantizer.bits is None
     if is_coded_on_gpu and call.config.entropy.coder == "rans":
         raise UnsupportedError("entropy.coder: rans is for CPU tensors alone: set auto or huffman for CUDA tensors")
     if is_coded_on_gpu and group.config.transport.schedule == "halving" and call.pieces is None:
@@ -126,12 +127,14 @@ def decide(group: Group, call: Call) -> None:
             "GPU; set transport.schedule to auto, direct or ring"
         )
 
-    if call.feeds_back and all(part.name is None for part in call.fed_back_parts):
+    if call.op is None:
+        return
+    if quantizer.feeds_back and all(part.name is None for part in call.fed_back_parts):
         raise UnsupportedError(
             "quantizer.error_feedback is on and needs a name for each tensor, by which residuals are kept: pass "
             "name=, names= or parts=, or set quantizer.error_feedback to false"
         )
-    if call.rotates:
+    if quantizer.rotates:
         require_whole(call.collective, call.parts, call.input.dtype)
 
 

@@ -17,11 +17,15 @@ _MAX_KEYS = 256
 
 
 class Forecast:
-    """Expected bytes of each frame of the next call, the same on both ranks, as both learn the same lengths."""
+    """Expected lengths of the frames of the next call, the same on both ranks, as both learn the same lengths.
+
+    Attributes:
+        sizes: bytes that each frame will rarely exceed; None after fewer than 4 calls, or if their lengths differed.
+    """
 
     def __init__(self):
         self._calls: deque[Sequence[int]] = deque(maxlen=_CALLS)
-        self._sizes: list[int] | None = None
+        self.sizes: list[int] | None = None
 
     def learn(self, sizes: Sequence[int]) -> None:
         """Remember a call.
@@ -32,14 +36,9 @@ class Forecast:
         self._calls.append(sizes)
         longest = self._longest()
         if longest is None:
-            self._sizes = None
-        elif self._sizes is None or not all(map(_still_fits, self._sizes, longest)):
-            self._sizes = [size + size // _MARGIN_DIVISOR for size in longest]
-
-    @property
-    def sizes(self) -> list[int] | None:
-        """Bytes that each frame will rarely exceed; None after fewer than 4 calls, or if their lengths differed."""
-        return self._sizes
+            self.sizes = None
+        elif self.sizes is None or not all(map(_still_fits, self.sizes, longest)):
+            self.sizes = [size + size // _MARGIN_DIVISOR for size in longest]
 
     def _longest(self) -> list[int] | None:
         """The longest of the last 4 frames at each place; None if there are fewer, or if their lengths differ."""
