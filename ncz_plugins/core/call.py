@@ -56,6 +56,7 @@ EXCHANGES = {
     "send_recv": Exchange("elements", "the sizes of both tensors"),
 }
 COLLECTIVES = tuple({**_PLAIN_BYTES, **EXCHANGES})
+_NOTHING_TO_COPY = nullcontext()
 OPS = tuple(getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
 
 
@@ -316,7 +317,7 @@ class Call:
 
     def pieces_in_place(self) -> AbstractContextManager:
         """A context in which `input` holds the joined tensors. Those that are written to have results afterwards."""
-        return self._filled() if self.joined else nullcontext()
+        return self._filled() if self.joined else _NOTHING_TO_COPY
 
     @contextmanager
     def _filled(self) -> Iterator[None]:

@@ -200,33 +200,37 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     """
     started = time.perf_counter()
     counters = call.counters = call.new_counters(transport.world_size)
-    with device.using(call.memory), call.pieces_in_place():
-        if device.in_batches:
-            call.forecast = transport.forecasts.of(_forecast_key(call))
-            call.recorded = _recorded(call, device, transport)
-        contribution = call.plan.source.data.clone() if call.is_verified else None
-        if call.rotates:  # what is added up is not yet what the caller asked for
-            call.plan = replace(call.plan, output=call.plan.rotation.memory(call.plan.source))
+    try:
+        with call.pieces_in_place():
+            if device.in_batches:
+                call.forecast = transport.forecasts.of(_forecast_key(call))
+                call.recorded = _recorded(call, device, transport)
+            contribution = call.plan.source.data.clone() if call.is_verified else None
+            if call.rotates:  # what is added up is not yet what the caller asked for
+                call.plan = replace(call.plan, output=call.plan.rotation.memory(call.plan.source))
 
-        # 2. Compare calls, and agree on quantization steps.
-        with span("agree", call.input.nbytes, counters):
-            codec = _agree(group, call, device, transport)
+            # 2. Compare calls, and agree on quantization steps.
+            with span("agree", call.input.nbytes, counters):
+                codec = _agree(group, call, device, transport)
 
-        # 3. and 4. Exchange frames, and dequantize.
-        bypass = codec if isinstance(codec, Bypass) else _exchange(call, codec, device, transport)
+            # 3. and 4. Exchange frames, and dequantize.
+            bypass = codec if isinstance(codec, Bypass) else _exchange(call, codec, device, transport)
 
-        # The values are such that compression can't serve: the uncompressed collective, on all ranks alike.
-        if bypass is not None:
-            _go_plain(call, bypass, device, transport)
+            # The values are such that compression can't serve: the uncompressed collective, on all ranks alike.
+            if bypass is not None:
+                _go_plain(call, bypass, device, transport)
 
-        # 5. Count. The transport learns what the link carries; the guard verifies a sum if it is due.
-        counters.seconds = time.perf_counter() - started
-        if bypass is None:
-            counters.compressed_calls = 1
-            transport.learn(counters.wire_bytes, counters.seconds, counters.wait_seconds)
-        group.count(counters, call.role)
-        if contribution is not None and bypass is None:
-            _verify(group, call, contribution, device, transport)
+            # 5. Count. The transport learns what the link carries; the guard verifies a sum if it is due.
+            counters.seconds = time.perf_counter() - started
+            if bypass is None:
+                counters.compressed_calls = 1
+                transport.learn(counters.wire_bytes, counters.seconds, counters.wait_seconds)
+            group.count(counters, call.role)
+            if contribution is not None and bypass is None:
+                _verify(group, call, contribution, device, transport)
+    except BaseException:  # jobs may still write to memory that the caller gives to something else
+        device.abandon(call.memory)
+        raise
     if call.joined:
         device.synchronize()  # with the copies back to the caller's tensors
 

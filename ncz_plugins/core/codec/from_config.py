@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Noise, Predictor, SelectorCosts
-from ..config import Config, EntropyConfig
+from ..config import CoderCosts, Config
 from ..runtime.device import Device
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
@@ -61,15 +61,17 @@ def coding_for(config: Config, backend: Backend, link_gbps: float | None = None,
         carried_gbps: what calls have shown the link to carry, in Gbit/s, used if it is more; see `Transport.learn`.
     """
     gbps = max(config.transport.link_gbps or link_gbps or 1, carried_gbps)
-    return _coding_at(gbps, config.entropy, backend.costs, backend.name == "cuda")
+    entropy = config.entropy
+    configured = None if backend.name == "cuda" else entropy.costs
+    return _coding_at(gbps, entropy.coder, entropy.predictor, configured, backend.costs)
 
 
-@lru_cache(maxsize=64)
-def _coding_at(gbps: float, entropy: EntropyConfig, costs: SelectorCosts, on_gpu: bool) -> Coding:
+@lru_cache(maxsize=64)  # of parts of a configuration, as to hash a section takes longer than to look it up
+def _coding_at(gbps: float, coder: str, predictor: str, configured: CoderCosts | None, costs: SelectorCosts) -> Coding:
     costs = costs._replace(link=max(1, round(8000 / gbps)))  # picoseconds for a byte
-    if entropy.costs is not None and not on_gpu:
-        costs = costs._replace(**entropy.costs.model_dump())
-    return Coding(Coder[entropy.coder.upper()], Predictor[entropy.predictor.upper()], costs)
+    if configured is not None:
+        costs = costs._replace(**configured.model_dump())
+    return Coding(Coder[coder.upper()], Predictor[predictor.upper()], costs)
 
 
 def noise_for(config: Config, call: int, addend: int, addends: int) -> Noise | None:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,10 +100,6 @@ class Device(ABC):
         Returns the bytes of each tensor: uint8, [nbytes].
         """
 
-    def using(self, memory: list[Tensor]) -> AbstractContextManager:
-        """A context in which jobs read and write tensors of the caller's. If it ends by an error: see `abandon`."""
-        return _Using(self, memory)
-
     @abstractmethod
     def abandon(self, memory: list[Tensor]) -> None:
         """After an error, keep jobs from writing to memory that the caller gives to something else. Raises nothing.
@@ -116,20 +111,6 @@ class Device(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Wait a limited time until no queued work is left, once all connections were closed. Raises nothing."""
-
-
-class _Using(NamedTuple):
-    """See `Device.using`. Each call enters one, so it is no generator."""
-
-    device: Device
-    memory: list[Tensor]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is not None:
-            self.device.abandon(self.memory)
 
 
 class Host(Device):
@@ -192,7 +173,7 @@ class Host(Device):
             self.synchronize()
 
     def settle(self) -> None:
-        pass  # no job outlives `using`
+        pass  # no job outlives its call: see `abandon`
 
 
 class _Arena(threading.local):
