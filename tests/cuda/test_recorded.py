@@ -272,7 +272,7 @@ def test_a_peer_that_is_gone_is_told_in_a_call_that_is_replayed(monkeypatch):
 
 
 def test_nothing_but_launches_is_queued_while_they_are_recorded(monkeypatch):
-    """Anything else would be missing in a replay. Only what `Recorder.zeros` does is replayed as well."""
+    """Anything else would be missing in a replay. An arena makes its zeros in new memory, and when a call begins."""
     record, seen = Recorder.recording, set()
 
     class Watch(TorchDispatchMode):
@@ -288,8 +288,8 @@ def test_nothing_but_launches_is_queued_while_they_are_recorded(monkeypatch):
     monkeypatch.setattr(Recorder, "recording", watched)
     for settings in SETTINGS:
         play(2, partial(replaying, settings=settings), "rounds")
-    assert "zero_" in seen
-    assert seen <= {"zero_", "empty", "view", "slice", "select", "split", "unbind", "detach"}
+    assert "zeros" in seen
+    assert seen <= {"zeros", "empty", "view", "slice", "select", "split", "unbind", "detach"}
 
 
 def test_the_launcher_of_a_card_replays_the_arguments_with_other_random_numbers(monkeypatch):
@@ -324,6 +324,16 @@ def test_the_memory_of_an_arena_is_used_again():
 
     first = taken()
     assert len(set(first)) == 4 and taken() == first and arena.empty(3).data_ptr() not in first
+
+
+def test_the_zeros_of_an_arena_are_zeros_in_each_call():
+    arena, addresses = Arena(torch.device("cpu")), set()
+    for _ in range(3):
+        arena.restart()
+        for zeros in map(arena.zeros, (8, 1 << 20, 700)):
+            assert not zeros.any()
+            addresses.add(zeros.fill_(7).data_ptr())
+    assert len(addresses) == 3
 
 
 def test_recording_can_be_turned_off(monkeypatch):

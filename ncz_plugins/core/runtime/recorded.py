@@ -88,13 +88,13 @@ class RecordedCall:
         """Begin a call. Returns None if it is replayed, or why it is not."""
         self._is_replayed = self._is_complete and self._given == given
         is_new, self._last_given = self._last_given != given, given
+        if is_new and not self._is_replayed:
+            return "other lengths"
+        self._arena.restart()
         if self._is_replayed:
             return None
-        if is_new:
-            return "other lengths"
         self._stages.clear()
         self._given, self._is_complete, self._is_recording = given, False, True
-        self._arena.restart()
         return "recorded"
 
     def queue(self, stage: Hashable, work: Callable[[], _Result], noise: Noise | None = None) -> _Result:

@@ -3,8 +3,10 @@
 A replay launches the same kernels with the same arguments, but for the random numbers. All addresses in them must still
 be right: callers see to those of their own tensors, and working memory comes from an `Arena`.
 
+    arena.restart()
     with recorder.recording(arena) as recording:
         ...  # launches, which run now as well
+    arena.restart()
     recording.replay(noise)
 """
 
@@ -23,7 +25,7 @@ from ..format import Noise
 from .arguments import noise_bytes
 
 _ALIGNMENT_BYTES = 512  # as of tensors on a GPU
-_MIN_CHUNK_BYTES = 2 << 20  # of an arena
+_MIN_CHUNK_BYTES, _MIN_ZEROS_BYTES = 2 << 20, 16 << 10  # of an arena
 
 Replay = Callable[[bytes], None]  # makes a launch again; takes the bytes of each argument that is a NoiseArgument
 
@@ -42,31 +44,60 @@ class Launcher(Protocol):
         """A function that does what `launch` does. It keeps the addresses of tensors, and not the tensors."""
 
 
-class Arena:
-    """Working memory on one device that all recordings share, as calls run one after another on one CUDA stream.
+class _Chunks:
+    """Memory on one device that is taken from the start, and not given back.
 
-    A call takes memory from the start, and gives nothing back: what one of its launches wrote, a later one may read.
+    Args:
+        new: makes a chunk: `torch.empty` or `torch.zeros`.
+        least: bytes of a chunk.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._chunks: list[Tensor] = []  # kept, as recordings hold addresses in them
+    def __init__(self, new: Callable[..., Tensor], device: torch.device, least: int):
+        self._new = new
+        self._device = device
+        self._least = least
+        self.all: list[Tensor] = []  # kept, as recordings hold addresses in them
         self.restart()
 
     def restart(self) -> None:
-        """Begin a call: all memory is free."""
+        """All memory is free."""
         self._chunk = self._used = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """Memory that was not taken yet: uint8, [nbytes]."""
+        size = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        while self._chunk < len(self.all) and self._used + size > self.all[self._chunk].numel():
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self.all):
+            self.all.append(self._new(max(size, self._least), dtype=torch.uint8, device=self._device))
+        start, self._used = self._used, self._used + size
+        return self.all[self._chunk][start : start + nbytes]
+
+
+class Arena:
+    """Working memory on one device that all recordings share, as calls run one after another on one CUDA stream.
+
+    A call gives nothing back: what one of its launches wrote, a later one may read.
+    """
+
+    def __init__(self, device: torch.device):
+        self._memory = _Chunks(torch.empty, device, _MIN_CHUNK_BYTES)
+        self._zeros = _Chunks(torch.zeros, device, _MIN_ZEROS_BYTES)
+
+    def restart(self) -> None:
+        """Begin a call, on the current stream: all memory is free, and what holds zeros does so again."""
+        self._memory.restart()
+        self._zeros.restart()
+        for chunk in self._zeros.all:  # mostly one: a memset for a call
+            chunk.zero_()
 
     def empty(self, nbytes: int) -> Tensor:
         """Memory that this call has not used yet: uint8, [nbytes]."""
-        size = -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        while self._chunk < len(self._chunks) and self._used + size > self._chunks[self._chunk].numel():
-            self._chunk, self._used = self._chunk + 1, 0
-        if self._chunk == len(self._chunks):
-            chunk = max(size, _MIN_CHUNK_BYTES)
-            self._chunks.append(torch.empty(chunk, dtype=torch.uint8, device=self.device))
-        start, self._used = self._used, self._used + size
-        return self._chunks[self._chunk][start : start + nbytes]
+        return self._memory.take(nbytes)
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """The same, with zeros in it."""
+        return self._zeros.take(nbytes)
 
 
 class Recording:
@@ -116,15 +147,13 @@ class Recorder:
         """Working memory with undefined contents."""
         if self._thread.arena is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._thread.arena.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        return _taken(self._thread.arena.empty, shape, dtype)
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Working memory that holds zeros, also in each replay."""
-        memory = self.empty(shape, dtype, device).zero_()
-        if self._thread.recording is not None:
-            self._thread.recording.add(lambda _: memory.zero_())
-        return memory
+        """Working memory that holds zeros."""
+        if self._thread.arena is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return _taken(self._thread.arena.zeros, shape, dtype)
 
     @contextmanager
     def recording(self, arena: Arena) -> Iterator[Recording]:
@@ -135,3 +164,9 @@ class Recorder:
             yield mine.recording
         finally:
             mine.recording = mine.arena = None
+
+
+def _taken(take: Callable[[int], Tensor], shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in memory that `take` returns for its bytes."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    return take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
