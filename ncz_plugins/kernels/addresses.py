@@ -6,6 +6,7 @@ gets an error instead of a crash.
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,10 +29,17 @@ def host_address(array: Array, name: str, dtype: Any, length: int = 0) -> int:
     if NAMES[array.dtype] == NAMES[dtype]:
         if isinstance(array, np.ndarray):
             if array.flags.c_contiguous and array.size >= length:
-                return array.__array_interface__["data"][0]  # `ctypes.data` takes a microsecond
+                return address_of(array)
         elif array.is_cpu and array.is_contiguous() and (not length or array.numel() >= length):
             return array.data_ptr()
     raise wrong_tensor(array, name, dtype, length, "cpu")
+
+
+def address_of(array: np.ndarray) -> int:
+    """`array.ctypes.data`, which takes some microseconds, as does `__array_interface__`; this takes a tenth."""
+    if array.size and array.flags.writeable:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return array.ctypes.data
 
 
 def require(tensor: Tensor, name: str, dtype: Any, length: int) -> Tensor:

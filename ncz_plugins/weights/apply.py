@@ -138,6 +138,8 @@ def read_patch(patch: bytes, key: bytes | None = None) -> tuple[Contents, dict[s
 
 def _distinct(name: str, sources: list[Source]) -> list[Source]:
     """The parts of one tensor, each once. Raises FrameError if parts overlap, or are parts of different tensors."""
+    if len(sources) == 1:
+        return sources
     if len({source.form for source in sources}) > 1:
         raise FrameError(f"{name}: ranks published tensors of different dtypes or shapes")
     distinct: list[Source] = []
@@ -176,15 +178,20 @@ def _bytes_of(patch: object) -> memoryview:
 # ------------------------------------------------------------------ a new version
 
 
-def require_base(version: Version, held: Mapping[str, Held] | None) -> None:
-    """Raise MismatchError unless a version can be made from a base; None: the receiver has none."""
+def require_base(
+    version: Version, held: Mapping[str, Held] | None, known: Mapping[str, list[int]] | None = None
+) -> None:
+    """Raise MismatchError unless a version can be made from a base; None: the receiver has none.
+
+    `known`: checksums of its tensors, see `Snapshot.of`.
+    """
     if version.is_whole:
         return
     if held is None:
         raise MismatchError("the patch holds changes, and there is no version to apply them to: ask for a whole one")
     # With several publishers, each patch names what its rank held of the base. Digests of frames check what changes.
     [contents, *others] = version.contents
-    if others or (found := identity_of(held)) == contents.base:
+    if others or (found := identity_of(held, known)) == contents.base:
         return
     raise MismatchError(
         f"the patch is for version {contents.base:08x}, and this is version {found:08x}: ask for a patch for "
@@ -214,18 +221,37 @@ def _hexadecimal(versions: Sequence[int | None]) -> str:
     return ", ".join([*named, "..."] if len(versions) > 8 else named)
 
 
-def assemble(
+def make_version(
     version: Version,
     base: Mapping[str, _Made],
     held: Mapping[str, Held],
     new: Callable[[str, Form], tuple[_Made, Held]],
 ) -> dict[str, _Made]:
-    """Make all tensors of a version, in the order of the base.
+    """`assemble` from the right base. Raises FrameError and MismatchError."""
+    # A frame of the base is read for its checksum when it is decoded, and stays in the cache for that.
+    try:
+        made, digests = assemble(version, base, held, new)
+    except (FrameError, MismatchError):
+        require_base(version, held)  # then this is why
+        raise
+    require_base(version, held, digests)
+    return made
+
+
+def assemble(
+    version: Version,
+    base: Mapping[str, _Made],
+    held: Mapping[str, Held],
+    new: Callable[[str, Form], tuple[_Made, Held]],
+) -> tuple[dict[str, _Made], dict[str, list[int]]]:
+    """Make all tensors of a version, in the order of the base. Whether it is the right base is not known yet.
 
     Args:
         base: the tensors of the base, in the form of the result.
         held: the same tensors.
         new: makes a tensor of a form, not filled.
+
+    Returns: the tensors, and the checksums of those of the base that were read, see `Snapshot.of`.
     """
     gone = base.keys() if version.is_whole else version.gone
     kept = {name: each for name, each in base.items() if name not in gone}
@@ -241,11 +267,13 @@ def assemble(
         if has_base and _covered(sources) < target.box.numel:
             copy(older.data, target.data)
         pieces += pieces_of(version, name, older if has_base else target, into=target)
-    for _ in in_order(_write, pieces, elements_of):
-        pass
+    digests: dict[str, list[int]] = {}
+    for piece, digest in zip(pieces, in_order(_write, pieces, elements_of), strict=True):
+        if digest is not None:
+            digests.setdefault(piece.name, []).append(digest)
     for name, other in version.same_as.items():
         made[name] = made[other]
-    return made
+    return made, digests
 
 
 def values_of(
@@ -349,26 +377,34 @@ def pieces(version: Version, targets: Mapping[str, Held]) -> list[Piece]:
 def pieces_of(version: Version, name: str, target: Held, into: Held | None = None) -> Iterator[Piece]:
     """The frames that lie in a tensor, also empty ones."""
     for source in version.parts[name]:
-        if source.box.overlap(target.box) is None:
+        is_alike = source.box == target.box
+        if not is_alike and source.box.overlap(target.box) is None:
             continue
         for box, frame, digest in zip(frames_of(source.box), source.frames, source.digests):
-            overlap = box.overlap(target.box)
+            overlap = box if is_alike else box.overlap(target.box)
             if overlap is not None:
                 yield Piece(name, source, box, frame, digest, target, overlap, into)
 
 
-def _write(piece: Piece) -> None:
-    """Write a frame's elements into the new tensor. Raises FrameError and MismatchError."""
+def _write(piece: Piece) -> int | None:
+    """Write a frame's elements into the new tensor. Raises FrameError and MismatchError.
+
+    Returns the checksum of the same frame of the base; None if it was not read, or is cut into other frames.
+    """
+    view, source, target = piece.view, piece.source, piece.target
+    # The frame is in the cache then.
+    is_cut_alike = source.from_base and target is not piece.into and target.box == source.box
+    digest = digest_of(kernels.cpu_backend(), target.on_host(piece.box)) if is_cut_alike else None
     if not piece.frame:
-        copy(piece.overlap.of(piece.target.data, piece.target.box.offsets), piece.view)
-        return
+        copy(piece.overlap.of(target.data, target.box.offsets), view)
+        return digest
     # Decode to where the elements belong, if they lie side by side there.
-    view, source = piece.view, piece.source
     is_row = isinstance(view, np.ndarray) and view.flags.c_contiguous and piece.overlap == piece.box
     if is_row and source.elements == source.form.coded:
         decode(piece, view.reshape(-1).view(numpy_dtype(source.elements)))
     else:
         copy(new_values_of(piece), view)
+    return digest
 
 
 def new_values_of(piece: Piece) -> Array:

@@ -56,12 +56,14 @@ def have_equal_bytes(x: np.ndarray, other: np.ndarray) -> bool:
     return np.array_equal(bits_of(x), bits_of(other))
 
 
-@ieee
 def converted(x: np.ndarray, name: str) -> np.ndarray:
     """A row as elements of the dtype `name`, which have the same values (`has_values_of`)."""
     dtype = numpy_dtype(name)
-    if x.dtype == dtype:
-        return x
+    return x if x.dtype == dtype else _converted(x, dtype)
+
+
+@ieee
+def _converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype == BFLOAT16:  # the upper half of a float32
         return x.view(np.uint16)[1::2].copy().view(dtype)
     if x.dtype == BFLOAT16:

@@ -240,7 +240,7 @@ class _Made(_Lazy):
         # The version of this tensor alone.
         older = {} if self._version.is_whole or name not in self._base else {name: self._base[name]}
         alone = self._of_none._replace(parts={name: self._version.parts[name]})
-        return assemble(alone, older, older, _new)[name]
+        return assemble(alone, older, older, _new)[0][name]
 
     def values_of(self, names: Iterable[str]) -> Iterator[np.ndarray]:
         """The bytes of tensors, in pieces: see `apply.values_of`."""

@@ -184,7 +184,7 @@ def _check_box(entry: Entry) -> None:
     if not entry.form.is_consistent:
         raise FrameError(f"{entry.name}: {entry.dtype} with {entry.nbytes} bytes of its own can't be")
     offsets, sizes = entry.box
-    shapes = (entry.shape, entry.form.sizes, sizes)
+    shapes = {entry.shape, entry.form.sizes, sizes}
     # Torch multiplies the sizes of an empty tensor as well, and must not overflow.
     if any(math.prod(max(1, size) for size in each) >= _MAX_ELEMENTS for each in shapes):
         raise FrameError(f"{entry.name}: a shape of {len(entry.shape)} sizes up to {max(entry.shape)} is too large")

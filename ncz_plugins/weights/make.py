@@ -26,7 +26,7 @@ from ..kernels.format import CHUNK, FLOATS, HEADER_BYTES, Coding
 from ..kernels.scratch import Scratch
 from ..kernels.updates import COUNTED, encode_update, max_update_bytes
 from .boxes import Box, frame_count, frames_of
-from .elements import bits_of, converted, has_values_of, have_equal_bytes
+from .elements import converted, has_values_of, have_equal_bytes
 from .forms import NARROWER, Held, are_on_host
 from .index import Contents, Entry, FileHeader, write_head
 from .keys import require_key, tag_of
@@ -55,28 +55,29 @@ class Snapshot(NamedTuple):
     identity: int
 
     @classmethod
-    def of(cls, held: Mapping[str, Held]) -> Snapshot:
-        """Read all tensors, each memory once."""
-        first = {}  # tensor in each memory; a tensor that shares none is one of its own
-        for name, each in held.items():
-            first.setdefault((each.memory or name, each.form, each.box), name)
-        frames = [_Frame(held[name], box) for name in first.values() for box in frames_of(held[name].box)]
-        found = iter(list(in_order(_digest, frames, _elements, are_on_host(held))))
-        of_first = {name: [next(found) for _ in range(frame_count(held[name].box.sizes))] for name in first.values()}
-        digests = {name: of_first[first[each.memory or name, each.form, each.box]] for name, each in held.items()}
+    def of(cls, held: Mapping[str, Held], known: Mapping[str, list[int]] | None = None) -> Snapshot:
+        """Read all tensors, each memory once, but those whose `digests` are `known`."""
+        # A tensor that shares no memory is one of its own.
+        keys = {name: (each.memory or name, each.form, each.box) for name, each in held.items()}
+        found = {keys[name]: digests for name, digests in (known or {}).items()}
+        first = {key: held[name] for name, key in keys.items() if key not in found}
+        frames = [_Frame(each, box) for each in first.values() for box in frames_of(each.box)]
+        read = iter(list(in_order(_digest, frames, _elements, are_on_host(held))))
+        found |= {key: [next(read) for _ in range(frame_count(each.box.sizes))] for key, each in first.items()}
+        digests = {name: found[key] for name, key in keys.items()}
         rows = [(name, *each.form, *each.box, digests[name]) for name, each in held.items()]
         identity = zlib.crc32(json.dumps(sorted(rows, key=lambda row: row[0])).encode())
         return cls(held, digests, identity)
 
 
-def identity_of(state: Mapping[str, Held]) -> int:
+def identity_of(state: Mapping[str, Held], known: Mapping[str, list[int]] | None = None) -> int:
     """The identity of what a rank holds of a version, see `Snapshot`."""
-    return Snapshot.of(state).identity
+    return Snapshot.of(state, known).identity
 
 
 def digest_of(backend: Backend, x: np.ndarray) -> int:
     """Checksum of the elements of a frame."""
-    return backend.digest(bits_of(x))
+    return backend.digest(x)
 
 
 def make_patch_of(

@@ -14,8 +14,8 @@ from ..core.errors import MismatchError, PartlyAppliedError, UnsupportedError
 from .apply import (
     Piece,
     Version,
-    assemble,
     elements_of,
+    make_version,
     new_values_of,
     pieces,
     read_patches,
@@ -23,7 +23,7 @@ from .apply import (
     require_versions,
 )
 from .elements import copy
-from .forms import Form, Held, are_on_host
+from .forms import Held, are_on_host
 from .make import make_patch_of
 from .strict import MAX_SIZE
 from .tensors import TensorPart, held_in, is_sharded, new_tensor, published_in
@@ -108,15 +108,9 @@ def apply_patch(
                 f"{name}: base holds a part of it, and apply_patch makes whole tensors: stage_patch "
                 "writes the new version into parts"
             )
-    require_base(version, None if base is None else held)
-
-    return assemble(version, base or {}, held, _new_tensor)
-
-
-def _new_tensor(name: str, form: Form) -> tuple[Tensor, Held]:
-    """A tensor that is not filled, and the same as frames see it."""
-    tensor = new_tensor(name, form)
-    return tensor, held_in({name: tensor}, "new")[name]
+    if base is None:
+        require_base(version, None)
+    return make_version(version, base or {}, held, new_tensor)
 
 
 def stage_patch(

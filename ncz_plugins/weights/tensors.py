@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from ..kernels.arrays import numpy_dtype
 from .boxes import Box
 from .elements import NUMPY_DIMENSIONS
 from .forms import CODED, MAX_DIMENSIONS, SAFETENSORS, Form, Held
+
+if TYPE_CHECKING:
+    from ..kernels.arrays import Array
 
 # Torch's dtypes that patches refuse. Quantized tensors are more than their numbers: they have scales, too. Integers of
 # fewer than 8 bits can't be copied by torch.
@@ -110,15 +114,23 @@ def _held(name: str, value: object, to_write: bool) -> Held | None:
         shape = (*shape[:-1], 2 * shape[-1])
     form = Form.of(dtype, shape, tensor.nbytes)
     # The elements that frames hold.
+    data = _elements(name, tensor.detach(), form, to_write)
     if dtype not in CODED:
         if tuple(tensor.shape) != tuple(part.shape):
             raise UnsupportedError(f"{name}: {tensor.dtype} can't be held in parts: pass the whole tensor")
-        box, data = Box.whole(form.sizes), _as_bytes(name, tensor.detach(), to_write)
+        box = Box.whole(form.sizes)
     else:
-        data = _as_coded(name, tensor.detach(), form, to_write)
         box = Box((*part.offsets, *(0 for _ in form.sizes[len(shape) :])), tuple(data.shape))
-    is_for_numpy = data.is_cpu and data.dim() <= NUMPY_DIMENSIONS
-    return Held(form, box, data.numpy() if is_for_numpy else data, memory_of(tensor), tensor)
+    return Held(form, box, data, memory_of(tensor), tensor)
+
+
+def _elements(name: str, tensor: Tensor, form: Form, to_write: bool) -> Array:
+    """`Held.data` of a tensor."""
+    if form.nbytes is None:
+        data = _as_coded(name, tensor, form, to_write)
+    else:
+        data = _as_bytes(name, tensor, to_write)
+    return data.numpy() if data.is_cpu and data.dim() <= NUMPY_DIMENSIONS else data
 
 
 def _knows_its_part(value: object) -> bool:
@@ -175,8 +187,8 @@ def _as_bytes(name: str, tensor: Tensor, to_write: bool) -> Tensor:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.int8)
 
 
-def new_tensor(name: str, form: Form) -> Tensor:
-    """A tensor of a form, in host memory, not filled.
+def new_tensor(name: str, form: Form) -> tuple[Tensor, Held]:
+    """A tensor of a form, in host memory, not filled; and the same as frames see it.
 
     Raises UnsupportedError if this build of torch lacks the dtype, and FrameError if the shape does not fit the bytes.
     """
@@ -193,7 +205,8 @@ def new_tensor(name: str, form: Form) -> Tensor:
     # Shapes come from the patch, so torch must not be asked for memory before the size has been checked.
     if math.prod(shape) * dtype.itemsize != form.total_bytes:
         raise FrameError(f"{name}: {form.total_bytes} bytes are not {list(form.shape)} elements of {form.dtype}")
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    return tensor, Held(form, Box.whole(form.sizes), _elements(name, tensor, form, to_write=True), tensor=tensor)
 
 
 def memory_of(tensor: object) -> Hashable:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import damage
+from ..addresses import address_of
 from ..addresses import host_address as address
 from ..arrays import NAMES, bytes_of, namespace
 from ..backend import HostBackend, require_seals
@@ -285,8 +286,7 @@ class CpuBackend(HostBackend):
         Decoding a frame takes as much memory as encoding no codes.
         """
         # No check is needed: this line itself says the dtype and the length.
-        memory = _scratch.of("kernels", frames * self._scratch_bytes(count), "uint8")
-        return memory.__array_interface__["data"][0]  # `ctypes.data` takes a microsecond
+        return address_of(_scratch.of("kernels", frames * self._scratch_bytes(count), "uint8"))
 
 
 # ------------------------------------------------------------------ checked addresses of arguments

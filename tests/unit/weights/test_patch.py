@@ -293,6 +293,28 @@ def test_bits_that_compare_as_equal_or_never_do_are_told_apart():
     assert same(apply_patch(patch, old), new)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_base_with_one_wrong_bit_is_named(monkeypatch, threads):
+    """Wherever it is: where bits change, where whole elements are sent, where nothing is."""
+    monkeypatch.setattr(boxes, "FRAME_ELEMENTS", 4096)
+    old = state() | {"gone": torch.ones(3), "cast": torch.zeros(3), "tied": torch.randn(9000).bfloat16()}
+    new = state(1, 1e-4) | {"cast": torch.ones(3, dtype=torch.float64), "tied": old["tied"].clone()}
+    new["tied"][0] += 1
+    new["mask"] = old["mask"]
+    old["tied too"], new["tied too"] = old["tied"], new["tied"]
+    patch, before = make_patch(new, old), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert same(apply_patch(patch, old), new)
+        for name in old.keys() - {"empty"}:
+            wrong = old | {name: old[name].clone()}
+            wrong[name].reshape(-1).view(torch.uint8)[-1] ^= 1
+            with pytest.raises(MismatchError, match=f"{identity(old):08x}, and this is version {identity(wrong):08x}"):
+                apply_patch(patch, wrong)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_wrong_base_is_named():
     old, new = state(), state(1, 1e-4)
     patch = make_patch(new, old)
