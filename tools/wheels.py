@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 LIBRARY = "ncz_plugins/kernels/cpu/libncz_cpu.so"
+MOST_LIBRARY_BYTES = 1_500_000  # every pair of a source and a sink in codec.h is a loop of its own
 FAILED = 1
 
 
@@ -58,10 +59,18 @@ def build(folder: Path, architecture: str) -> Path:
 
 
 def check_library(wheel: Path) -> None:
-    """Raise SystemExit unless the wheel has the native library: setup.py also builds a package without it."""
+    """Raise SystemExit unless the wheel has the native library: setup.py also builds a package without it.
+
+    So does a library that has become too large.
+    """
     with zipfile.ZipFile(wheel) as archive:
         if LIBRARY not in archive.namelist():
             raise SystemExit(f"error: {wheel.name} lacks {LIBRARY}: no C++17 compiler could build it, see above")
+        size = archive.getinfo(LIBRARY).file_size
+    if size > MOST_LIBRARY_BYTES:
+        raise SystemExit(
+            f"error: {LIBRARY} has {size:,} bytes, more than {MOST_LIBRARY_BYTES:,}: `nm -S --size-sort -C`"
+        )
 
 
 def repair(wheel: Path) -> None:

@@ -53,10 +53,15 @@ inline void store_short(const Block& block, int n, int32_t* to) {
 
 // ------------------------------------------------------------------ the loop
 
-// A short last block, out of line.
-template <class Source, class Sink>
-[[gnu::noinline]] Sink put_short(Source source, Sink sink, int n) {
-    sink.put(source.next(n), n);
+// A short last block, out of line, and once for all sinks and sources: every pair of them has its own loop below.
+template <class Source>
+[[gnu::noinline]] Block next_short(Source source, int n) {
+    return source.next(n);
+}
+
+template <class Sink>
+[[gnu::noinline]] Sink put_short(Sink sink, const Block& block, int n) {
+    sink.put(block, n);
     return sink;
 }
 
@@ -72,7 +77,7 @@ template <class Source, class Sink>
     sink.begin(c, length);
     int i = 0;
     for (; i + BLOCK <= length; i += BLOCK) sink.put(source.next(BLOCK), BLOCK);
-    if (i < length) sink = put_short(source, sink, length - i);
+    if (i < length) sink = put_short(sink, next_short(source, length - i), length - i);
     sink.end();
     shared_source = source;
     shared_sink = sink;
@@ -476,16 +481,13 @@ class WidthSink {
     Symbols<is_delta> symbols_;
 };
 
-// Collects the symbols of a unit, which `encoder` then takes all at once.
-template <bool is_delta, class Encoder>
-class EncoderSink {
+// Collects symbols, chunk by chunk, until they are restarted.
+template <bool is_delta>
+class SymbolsSink {
   public:
-    EncoderSink(Encoder& encoder, int64_t count, uint8_t* unit)
-        : encoder_(&encoder), left_(count), unit_(reinterpret_cast<uint32_t*>(unit)), at_(unit_) {}
-    void begin(int64_t, int length) {
-        symbols_ = {};
-        length_ = length;
-    }
+    explicit SymbolsSink(uint8_t* symbols) : first_(reinterpret_cast<uint32_t*>(symbols)), at_(first_) {}
+    void restart() { at_ = first_; }
+    void begin(int64_t, int) { symbols_ = {}; }
     void put(const Block& codes, int n) {
         Block symbols = symbols_.of(codes, n);
         unsigned width = width_of(symbols);
@@ -493,19 +495,11 @@ class EncoderSink {
         store_block(symbols, at_);
         at_ += n;
     }
-    void end() {
-        left_ -= length_;
-        if (at_ - unit_ < Encoder::UNIT && left_) return;
-        encoder_->add(unit_, int(at_ - unit_));
-        at_ = unit_;
-    }
+    void end() {}
     unsigned raw_width() const { return raw_width_of(widest_); }
 
   private:
-    Encoder* encoder_;
-    int64_t left_;
-    int length_ = 0;
-    uint32_t *unit_, *at_;
+    uint32_t *first_, *at_;
     unsigned widest_ = 0;
     Symbols<is_delta> symbols_;
 };
@@ -563,10 +557,12 @@ int64_t write_fixed(Source source, int64_t count, uint8_t* frame) {
     return write_header(frame, FIXED, is_delta, 0, count, bytes);
 }
 
-template <bool is_delta, class Source>
-int64_t write_raw(Source source, int64_t count, unsigned width, uint8_t* frame) {
+// All codes have to be read before the first can be written.
+template <bool is_delta>
+int64_t write_raw(CodesSource codes, int64_t count, uint8_t* frame) {
     uint8_t* payload = frame + HEADER_BYTES;
-    int64_t bytes = run(source, RawSink<is_delta>(payload, width), count).out() - payload;
+    unsigned width = run(codes, WidthSink<is_delta>(), count).raw_width();
+    int64_t bytes = run(codes, RawSink<is_delta>(payload, width), count).out() - payload;
     return write_header(frame, RAW, is_delta, width, count, bytes);
 }
 
@@ -574,14 +570,30 @@ int64_t write_raw(Source source, int64_t count, unsigned width, uint8_t* frame) 
 template <bool is_delta, class Encoder, class Source>
 int64_t write_coded(Source source, Encoder& encoder, KeptSymbols<Encoder::UNIT>& kept, int32_t coder, uint8_t* frame,
                     uint8_t* unit) {
+    SymbolsSink<is_delta> sink(unit);
     int64_t count = kept.count();
-    unsigned raw_width = run(source, EncoderSink<is_delta, Encoder>(encoder, count, unit), count).raw_width();
+    for (int64_t u = 0; u < kept.units(); ++u) {
+        int n = kept.length(u);
+        sink.restart();
+        for (int64_t c = u * (Encoder::UNIT / CHUNK), end = c + chunks_of(n); c < end; ++c)
+            run_chunk(source, sink, c, count);
+        encoder.add(reinterpret_cast<uint32_t*>(unit), n);
+    }
     uint8_t* payload = frame + HEADER_BYTES;
-    int64_t raw_bytes = count * (raw_width / 8), bytes = encoder.write(payload, raw_bytes);
+    int64_t raw_bytes = count * (sink.raw_width() / 8), bytes = encoder.write(payload, raw_bytes);
     if (bytes >= 0) return write_header(frame, coder, is_delta, 0, count, bytes);
-    kept.write_raw(payload, raw_width);
-    return write_header(frame, RAW, is_delta, raw_width, count, raw_bytes);
+    kept.write_raw(payload, sink.raw_width());
+    return write_header(frame, RAW, is_delta, sink.raw_width(), count, raw_bytes);
 }
+
+// The codes in memory.
+template <class Source>
+CodesSource kept_codes(Source source, int64_t count, const Scratch& scratch) {
+    run(source, CodesSink<false>(scratch.codes), count);
+    return CodesSource(scratch.codes);
+}
+
+inline CodesSource kept_codes(CodesSource codes, int64_t, const Scratch&) { return codes; }
 
 template <bool is_delta, class Source>
 int64_t write_frame(Source source, int64_t count, Choice choice, uint8_t* frame, const Scratch& scratch) {
@@ -597,10 +609,7 @@ int64_t write_frame(Source source, int64_t count, Choice choice, uint8_t* frame,
             RansEncoder encoder(kept, choice.mode);
             return write_coded<is_delta>(source, encoder, kept, RANS, frame, scratch.unit);
         }
-        default: {
-            unsigned width = run(source, WidthSink<is_delta>(), count).raw_width();
-            return write_raw<is_delta>(source, count, width, frame);
-        }
+        default: return write_raw<is_delta>(kept_codes(source, count, scratch), count, frame);
     }
 }
 
@@ -739,6 +748,28 @@ auto with_codes(const void* x, const void* inverse_steps, int32_t dtype, const N
     });
 }
 
+// As with_codes, but what `x` is made of is asked for each block: for loops that are too long to have one for each type.
+class AnySource {
+  public:
+    AnySource(const void* x, const void* inverse_steps, int32_t dtype, const Noise* noise)
+        : x_(x), inverse_steps_(inverse_steps), noise_(noise), dtype_(dtype) {}
+    void begin(int64_t c, int) { element_ = c * CHUNK; }
+    Block next(int n) {
+        int64_t first = element_;
+        element_ += n;
+        return with_codes(x_, inverse_steps_, dtype_, noise_, [=](auto own) {
+            own.seek(first);
+            return own.next(n);
+        });
+    }
+
+  private:
+    const void *x_, *inverse_steps_;
+    const Noise* noise_;
+    int32_t dtype_;
+    int64_t element_ = 0;
+};
+
 }  // namespace
 
 // ------------------------------------------------------------------ the C functions
@@ -859,17 +890,15 @@ NCZ_EXPORT int64_t NCZ_NAME(reduce)(const uint8_t* frame, int64_t bytes, const v
     DecodedSymbols decoded(scratch.unit);
     FrameSource source(decoded);
     if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
-    return with_codes(x, inverse_steps, dtype, noise, [&](auto own) {
-        SumSource<FrameSource, decltype(own)> sum(source, own);
-        if (coding->coder == FIXED && coding->predictor != AUTO_PREDICTOR) {
-            int64_t written = coding->predictor == DELTA ? write_fixed<true>(sum, count, out)
-                                                         : write_fixed<false>(sum, count, out);
-            return decoded.damage() ? decoded.damage() : written;
-        }
-        run(sum, CodesSink<false>(scratch.codes), count);
-        if (int64_t wrong = decoded.damage()) return wrong;
-        return write_frame(CodesSource(scratch.codes), count, *coding, out, scratch);
-    });
+    SumSource<FrameSource, AnySource> sum(source, AnySource(x, inverse_steps, dtype, noise));
+    if (coding->coder == FIXED && coding->predictor != AUTO_PREDICTOR) {
+        int64_t written = coding->predictor == DELTA ? write_fixed<true>(sum, count, out)
+                                                     : write_fixed<false>(sum, count, out);
+        return decoded.damage() ? decoded.damage() : written;
+    }
+    CodesSource codes = kept_codes(sum, count, scratch);
+    if (int64_t wrong = decoded.damage()) return wrong;
+    return write_frame(codes, count, *coding, out, scratch);
 }
 
 #include "combine.h"

@@ -33,7 +33,7 @@ class HuffmanEncoder {
     }
 
     // The payload's bytes; -1, and something in `out`, if there are more than `capacity`.
-    int64_t write(uint8_t* out, int64_t capacity) const {
+    [[gnu::noinline]] int64_t write(uint8_t* out, int64_t capacity) const {
         uint32_t counts[TOKENS];
         for (unsigned t = 0; t < TOKENS; ++t) counts[t] = uint32_t(counts_.of(t));
         HuffmanCode code;

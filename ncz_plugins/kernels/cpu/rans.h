@@ -171,7 +171,7 @@ class RansEncoder {
     }
 
     // The payload's bytes; -1, and something in `out`, if there are more than `capacity`.
-    int64_t write(uint8_t* out, int64_t capacity) const {
+    [[gnu::noinline]] int64_t write(uint8_t* out, int64_t capacity) const {
         Frequencies masks, tokens;
         masks.normalise(mask_counts_);
         tokens.normalise(token_counts_);

@@ -63,7 +63,7 @@ class KeptSymbols {
     uint8_t* rest(int64_t u) const { return unit(u) + length(u) * (width(u) / 8); }
 
     // All symbols as the payload of a RAW frame of `width` bits.
-    void write_raw(uint8_t* out, unsigned width) const {
+    [[gnu::noinline]] void write_raw(uint8_t* out, unsigned width) const {
         if (width == 8) return write_all<uint8_t>(out);
         if (width == 16) return write_all<uint16_t>(out);
         write_all<uint32_t>(out);
