@@ -23,6 +23,8 @@ from .transport.comparison import RankComparison
 from .transport.connections import MAX_BYTES_WITH_COMPARISON
 from .transport.small import borrowed_memory
 
+_ROW_BYTES = 8  # of a number of rows
+
 
 def require_same_call(
     collective: str,
@@ -63,7 +65,7 @@ def tell_pieces(
     measured. If no rank has a large piece, the uncompressed call is over then: see `Call.has_arrived`.
 
     Args:
-        most: bytes of a piece that is not large; below 0: all are.
+        most: bytes of a piece that is not large, at most `most_at_once`; below 0: all are large.
         codec: measures pieces; None: this rank has no large one, or the call goes plain.
 
     Raises MismatchError on every rank if the ranks make different calls, or one expects other rows than are sent.
@@ -80,8 +82,6 @@ def tell_pieces(
         most_rows, _ = require_same_pieces(call.collective, of_ranks.tobytes(), tuple(ranks))
         return Told(most_rows * bytes_of_row, False)
 
-    # Who makes another call expects no more bytes than a comparison may have with it.
-    most = min(most, MAX_BYTES_WITH_COMPARISON - len(rows))
     outgoing = incoming = [memoryview(b"")] * transport.world_size
     if call.largest_piece <= most:
         outgoing, incoming = memory_of_pieces(call)
@@ -96,6 +96,15 @@ def tell_pieces(
     if call.has_arrived:
         incoming[transport.rank][:] = outgoing[transport.rank]
     return Told(most_rows * bytes_of_row, min(largest_rows) * bytes_of_row > most)
+
+
+def most_at_once(world_size: int) -> int:
+    """Bytes of the largest piece that may travel with what ranks tell each other.
+
+    A rank that makes another call expects no more bytes than a comparison may have with it.
+    """
+    told = 2 * world_size * _ROW_BYTES  # see `pieces_described`
+    return MAX_BYTES_WITH_COMPARISON - told
 
 
 def memory_of_pieces(call: Call) -> tuple[list[memoryview], list[memoryview]]:

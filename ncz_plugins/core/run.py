@@ -29,7 +29,7 @@ from torch import Tensor
 from ..kernels.backend import Backend
 from .bypass import Bypass, before_call, below, by_rate, by_scales, by_size, scales_or_bypass
 from .call import Call, plain_wire_bytes
-from .call_comparison import memory_of_pieces, require_same_call, tell_pieces
+from .call_comparison import memory_of_pieces, most_at_once, require_same_call, tell_pieces
 from .call_description import numbered, require_plain, require_same, signature_described
 from .call_queue import CallQueue
 from .codec.coded_tensor import Codec, CodedTensor, ExchangingCodec
@@ -63,7 +63,6 @@ from .schedules.padded import padded_bytes
 from .training.rotation import require_whole
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
-from .transport.connections import MAX_BYTES_WITH_COMPARISON
 
 _MOST_SIGNATURES = 1000  # whose decisions are remembered
 _ROLES = (*get_args(Role), None)
@@ -387,7 +386,7 @@ def _exchanging_codec(group: Group, call: Call, device: Device, transport: Trans
     least, most, codec = 0, -1, None
     if not call.has_equal_sizes:
         least = call.least_of_pieces
-        most = min((least - 1) // transport.world_size, MAX_BYTES_WITH_COMPARISON)
+        most = min((least - 1) // transport.world_size, most_at_once(transport.world_size))
     if call.largest_piece > most:
         codec = _codec_of_pieces(group, call, device, transport)
     told = tell_pieces(call, transport, group.ranks, most, codec)
@@ -581,7 +580,7 @@ def run_plain(group: Group, call: Call, device: Device, transport: Transport) ->
             if call.pieces is None:
                 require_same_call(call.collective, call.described, transport, group.ranks)
             else:  # gloo would end the process of a rank that gets more than it expects
-                tell_pieces(call, transport, group.ranks, MAX_BYTES_WITH_COMPARISON)
+                tell_pieces(call, transport, group.ranks, most_at_once(transport.world_size))
             with peer_errors(f"the plain {call.collective}"):
                 _move_plain(call, transport)
             device.synchronize()

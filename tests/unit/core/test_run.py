@@ -201,7 +201,7 @@ def exchanged(transport, rows, dtype, monkeypatch, sections) -> tuple[torch.Tens
     ],
 )
 def test_small_pieces_travel_in_the_message_that_compares_calls(rows, messages, dtype, monkeypatch):
-    monkeypatch.setattr("ncz_plugins.core.run.MAX_BYTES_WITH_COMPARISON", 2000)
+    monkeypatch.setattr("ncz_plugins.core.call_comparison.MAX_BYTES_WITH_COMPARISON", 2000)
     sections = {"transport": {"min_bytes": 8000}}
 
     def body(transport):
@@ -231,6 +231,21 @@ def test_what_is_measured_travels_with_the_comparison_unless_a_rank_has_small_pi
         return torch.equal(output, exact)
 
     assert not all(play(3, body))
+
+
+@pytest.mark.parametrize("elements", range(490, 502))
+def test_pieces_just_below_the_most_that_may_travel_with_a_comparison_come_within_the_bound(elements, monkeypatch):
+    """One rank has none that is larger, the other one keeps one that is."""
+    monkeypatch.setattr("ncz_plugins.core.call_comparison.MAX_BYTES_WITH_COMPARISON", 2000)
+    sections = {"quantizer": {"mode": "abs", "value": 0.01}, "transport": {"min_bytes": 8000}}
+
+    def body(transport):
+        rows = [[0, elements], [100, 3000]]
+        output, exact, _, compressed = exchanged(transport, rows, torch.float32, monkeypatch, sections)
+        assert compressed == 1
+        return (output - exact).abs().max()
+
+    assert max(play(2, body)) <= 0.01
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
