@@ -215,7 +215,7 @@ class Call:
     Set by `run.run`:
         counters: bytes and seconds.
         has_arrived: whether pieces travelled while ranks compared them, and `output` holds them.
-        forecast: on a GPU, of the lengths of its frames.
+        forecast: on a GPU, of the lengths of its frames; None where ranks exchange pieces.
         recorded: its launches on a GPU, if they are recorded or replayed.
     """
 

@@ -201,7 +201,7 @@ def run(group: Group, call: Call, device: Device, transport: Transport) -> None:
     counters = call.counters = call.new_counters(transport.world_size)
     try:
         with call.pieces_in_place():
-            if device.in_batches:
+            if device.in_batches and call.pieces is None:  # pieces have other lengths on each rank, and no forecast
                 call.forecast = transport.forecasts.of(_forecast_key(call))
                 call.recorded = _recorded(call, device, transport)
             contribution = call.plan.source.data.clone() if call.is_verified else None

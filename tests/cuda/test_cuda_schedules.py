@@ -27,6 +27,7 @@ from ncz_plugins.core.schedules import direct, padded, ring
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
+from ncz_plugins.core.transport import forecast
 from ncz_plugins.core.transport.base import replace_by_largest
 from ncz_plugins.core.transport.striped import StripedCollectives
 from ncz_plugins.core.transport.topology import Nodes
@@ -553,6 +554,31 @@ def test_calls_that_differ_agree_on_every_length():
     for ours in costs:
         small, large = [sent for *_, sent in ours][::2], [sent for *_, sent in ours][1::2]
         assert 2 * max(small) < min(large) and [waits for _, waits, *_ in ours] == [2] * 7
+
+
+def test_both_ranks_expect_the_same_after_pieces_whose_lengths_only_one_of_them_sees(monkeypatch):
+    """They would gather other numbers of bytes otherwise, or one of them nothing yet, and so hang."""
+    monkeypatch.setattr(forecast, "_MAX_KEYS", 3)
+    config = Config(quantizer=ABSOLUTE, entropy=FIXED, transport={"min_bytes": 0}).resolved()
+
+    def body(transport, device):
+        rank, results, waits = transport.rank, [], []
+        ours = Group(Training(config), config, range(2), rank)
+        ours = ours.for_gpus() if device().in_batches else ours
+        for turn in range(6):
+            tensor, on = normal(10 * rank + turn), device()
+            run_decided(ours, Call("all_reduce", tensor, tensor, SUM, parts=[ParameterSlice("it", 9)]), on, transport)
+            results.append(tensor)
+            waits.append(on.waits if on.in_batches else 0)
+            for kept in range(4):  # by rank 0
+                exchange = pieces_call(rank, [[kept, 300], [300, 0]])
+                run_decided(ours, exchange, device(), transport)
+        return torch.cat(results), waits
+
+    on_cpu, on_gpu = (play(2, partial(body, device=device), "rounds") for device in (Host, EmulatedGpu))
+    for (ours, waits), (expected, _) in zip(on_gpu, on_cpu):
+        assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
+        assert waits == [2] * 6
 
 
 @pytest.mark.parametrize("longer_on", [[0], [1], [0, 1]], ids=str)
