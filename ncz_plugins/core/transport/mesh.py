@@ -585,9 +585,7 @@ class _Connection:
         """Close the socket, and forget the messages under way, which hold the caller's tensors."""
         self.socket.close()
         self.outgoing.clear()
-        for message in self.incoming:
-            message.drop()
-        self.incoming.clear()
+        self._receive_no_more()
 
     def update_poll(self, poll: select.poll) -> None:
         """Poll for what the messages under way need: to receive, to send, or nothing.
@@ -631,7 +629,10 @@ class _Connection:
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
+            # Nothing more is received, and polled for: what is left in the socket would be taken for a message, or wake
+            # up each wait at once.
             self._lost = without_frames(error)
+            self._receive_no_more()
 
     def require_reachable(self) -> None:
         """Raise PeerError if the connection has ended. Messages that came before are received, and may say why."""
@@ -639,6 +640,11 @@ class _Connection:
             raise fresh(self._lost)
         if self._lost is not None:
             raise PeerError(f"{_gone(self.name)} ({self._lost})") from self._lost
+
+    def _receive_no_more(self) -> None:
+        for message in self.incoming:
+            message.drop()
+        self.incoming.clear()
 
     def send_more(self) -> None:
         """Send as much as is possible without a wait."""

@@ -317,6 +317,46 @@ def test_what_a_peer_said_is_read_although_it_closed_with_messages_unread():
     assert play(2, body)[0] == [[5]]
 
 
+def test_waiting_for_one_peer_takes_no_core_once_another_one_has_closed():
+    """What it closed with is told whenever it is waited for, and not before."""
+    closed = threading.Event()
+
+    def body(rank, opened):
+        if rank == 2:
+            time.sleep(0.5)  # the others wait by then
+            opened.close("for this test")
+            closed.set()
+        elif rank == 1:
+            assert closed.wait(20)
+            time.sleep(2)
+            opened.finish([opened.send(0, message(1))])
+        else:
+            first, never = opened.receive(1, 1, 1), opened.receive(2, 1, 1)
+            started = time.thread_time()
+            opened.finish([first])
+            used = time.thread_time() - started
+            for _ in range(2):
+                with pytest.raises(PeerError, match="rank 2 has closed its connections"):
+                    opened.finish([never])
+            return used
+
+    assert play(3, body)[0] < 0.5
+
+
+def test_a_message_of_an_impossible_size_is_no_message_when_it_is_waited_for_later():
+    def body(rank, opened):
+        if rank:
+            return opened.finish([opened.send(0, bytes(5 * rank))])
+        first, refused = opened.receive(1, 5, 5), opened.receive(2, 1, 9)
+        time.sleep(0.2)
+        opened.finish([first])
+        for _ in range(2):
+            with pytest.raises(PeerError, match="rank 2 sent a message of 10 bytes; 1 to 9 are possible"):
+                opened.finish([refused])
+
+    play(3, body)
+
+
 def test_a_silent_peer_is_named_after_the_time_out():
     over = threading.Barrier(3)  # nobody leaves before the others have seen it
 
