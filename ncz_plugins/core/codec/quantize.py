@@ -330,7 +330,7 @@ def derived_on_gpu(scales: Scales | None, outcome: Sequence[int], steps: int) ->
         outcome: of all segments, or of one.
         steps: quantization steps of the same segments.
     """
-    infinite, too_fine, bits = (sum(outcome[number::OUTCOME_NUMBERS]) for number in range(3))
+    infinite, too_fine, bits = [sum(outcome[number::OUTCOME_NUMBERS]) for number in range(3)]
     return Derived(None if infinite or too_fine else scales, not infinite, bits / _ONE_BIT / max(1, steps))
 
 

@@ -32,6 +32,7 @@ from ..transport.base import CollectiveTransport, frame_bytes, peer_errors, repl
 
 _GATHER_ALIGNMENT_BYTES = 512  # as of tensors on a GPU
 _LENGTH_FIELD = Struct("<q")  # the length that stands before a frame
+_EXCHANGING = peer_errors("exchanging frames")
 
 
 class _ToGather(NamedTuple):
@@ -72,11 +73,11 @@ def _run(frames: _PaddedFrames, transport: CollectiveTransport, counters: Counte
         # Queue all gathers before the first sum, so that encoding and transfer overlap.
         gathers = []
         for each in frames.encoded():
-            with span("send", each.memory.nbytes), peer_errors("exchanging frames"):
+            with span("send", each.memory.nbytes), _EXCHANGING:
                 gathers.append((each, transport.plain.all_gather_single(each.gathered, each.memory)))
             counters.wire_bytes += each.memory.nbytes
         for each, work in gathers:
-            with peer_errors("exchanging frames"):
+            with _EXCHANGING:
                 work.wait()
             frames.decode_sum(each)
         frames.check()
@@ -197,11 +198,11 @@ class _PaddedFrames:
         Raises FrameError if the length and the header differ, or the length is impossible.
         """
         peer, capacity = 1 - self._transport.rank, self._codec.frame_capacity
-        theirs = frame_bytes(front[FRONT_BYTES:], peer, HEADER_BYTES, capacity)
-        if theirs != _length_in(front):
+        theirs, told = frame_bytes(front[FRONT_BYTES:], peer, HEADER_BYTES, capacity), _length_in(front)
+        if theirs != told:
             raise FrameError(
                 f"a frame of rank {peer} is damaged: its header says that it has {theirs} bytes, and the length that "
-                f"came with it is {_length_in(front)}. Suspect the network or memory."
+                f"came with it is {told}. Suspect the network or memory."
             )
         return theirs
 

@@ -94,9 +94,10 @@ class Policies:
         if bypass := by_warm_up(step, self._config):
             return Treatment(self._config.quantizer, bypass, bypass.value)
         key = (self.matching(part, dtype, role), role, self._config.steps.bounds_times(step) * tightening)
-        if key not in self._treatments:
-            self._treatments[key] = self._new_treatment(*key)
-        return self._treatments[key]
+        found = self._treatments.get(key)
+        if found is None:
+            found = self._treatments[key] = self._new_treatment(*key)
+        return found
 
     def matching(self, part: ParameterSlice, dtype: torch.dtype, role: str | None) -> int | None:
         """Index of the first policy that matches, or None."""
