@@ -462,19 +462,14 @@ class Outgoing:
     """Message that is being sent.
 
     Attributes:
+        left: memory that has not left yet.
         ended: time when all of it had left this process, in seconds of `time.perf_counter`; None before.
     """
 
     def __init__(self, connection: _Connection, parts: Sequence[Memory]):
         self.connection = connection
         self.ended: float | None = None
-        self._left = [_LENGTH.pack(sum(map(len, parts))), *filter(len, parts)]
-
-    def advance(self, to: socket.socket) -> None:
-        """Send as much as the socket takes."""
-        _pass(self._left, to.sendmsg(self._left[:_MOST_PARTS], [], _SEND_FLAGS))
-        if not self._left:
-            self.ended = time.perf_counter()
+        self.left = [_LENGTH.pack(sum(map(len, parts))), *filter(len, parts)]
 
 
 class Incoming:
@@ -650,10 +645,12 @@ class _Connection:
         """Send as much as is possible without a wait."""
         try:
             while self.outgoing and not self.is_full:
-                self.outgoing[0].advance(self.socket)
-                if self.outgoing[0].ended is None:
+                message = self.outgoing[0]
+                _pass(message.left, self.socket.sendmsg(message.left[:_MOST_PARTS], [], _SEND_FLAGS))
+                if message.left:
                     self.is_full = True
                 else:
+                    message.ended = time.perf_counter()
                     self.outgoing.popleft()
         except BlockingIOError:
             self.is_full = True
