@@ -18,6 +18,8 @@ from .training.policy import ParameterSlice
 from .training.state import Training
 from .transport.topology import Nodes
 
+_MOST_SETTINGS = 256  # that are remembered, as a training may have other ones in each step
+
 
 @dataclass(slots=True)
 class Order:
@@ -135,6 +137,9 @@ class Group:
         """The settings of calls with this quantizer. Found once for each, as hashing it takes longer than to decide."""
         found = self._settings.get(id(quantizer))
         if found is None:
+            if len(self._settings) == _MOST_SETTINGS:
+                self._settings.clear()
+                self.decisions.clear()  # which hold what follows from these settings
             config = self.config
             if quantizer != config.quantizer:
                 config = config.model_copy(update={"quantizer": quantizer})

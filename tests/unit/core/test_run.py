@@ -1,7 +1,9 @@
 """The way of every call: decided, compared, run and counted, on ranks in one process."""
 
+import gc
 import socket
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -91,6 +93,21 @@ def test_a_call_of_a_strided_tensor_works_on_a_contiguous_copy():
         call.output.add_(1)
     assert torch.equal(tensor, torch.arange(1.0, 21.0).view(4, 5).t())
     assert call.new_counters(3).copied_bytes == 2 * tensor.nbytes
+
+
+def test_settings_that_a_training_has_had_are_not_kept_for_ever():
+    """They may follow the loss, and be others in each of a million steps."""
+    chosen, seen = collectives(), []
+    for step in range(1000):
+        chosen.training.config = chosen.config.model_copy(
+            update={"quantizer": chosen.config.quantizer.changed(value=0.1 + step / 10_000)}
+        )
+        request = decided(chosen, summed(torch.zeros(4)))
+        enter(chosen, request)
+        assert request.config.quantizer.value == 0.1 + step / 10_000
+        seen.append(weakref.ref(request.config))
+    gc.collect()
+    assert sum(each() is not None for each in seen) < 600
 
 
 def test_error_feedback_needs_a_name():
