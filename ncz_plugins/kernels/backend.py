@@ -320,6 +320,16 @@ class HostBackend(Backend):
         Returns False, and leaves `out` as it is, unless there are changes, all in `base`, and none is 0.
         """
 
+    def decode_changes(self, frame: Array, base: Array, out: Array, digests: np.ndarray | None = None) -> bool:
+        """Read a frame of changes of `base`, floats of 16 or 32 bits, into `out`, which may be `base`, in one pass.
+
+        Args:
+            digests: room for the `digest` of `base` and that of `out`: uint32, [2].
+
+        Returns False, and leaves `out` as it is, if the frame is damaged or this can't read it.
+        """
+        return False
+
     @abstractmethod
     def combination(
         self, values: Sequence[Tensor], how: Combination, out: Tensor, divisor: int = 1

@@ -17,6 +17,8 @@ from .scratch import Scratch
 from .sparse import decode_sparse, encode_sparse
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .arrays import Array
 
 # SPLIT takes three quarters of bfloat16 weights, and more of other dtypes. So don't try it if differences take less.
@@ -54,11 +56,26 @@ def encode_update(backend: Backend, x: Array, base: Array | None, coding: Coding
     return size
 
 
-def decode_update(backend: Backend, frame: Array, base: Array | None, out: Array) -> None:
+def decode_update(
+    backend: Backend, frame: Array, base: Array | None, out: Array, digests: np.ndarray | None = None
+) -> None:
     """Read one frame into `out`, which may be `base`. Without a `base` only the elements themselves can be read.
+
+    `digests`: see `HostBackend.decode_changes`.
 
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
+    is_change = base is not None and NAMES[out.dtype] in COUNTED and is_on_host(out)
+    if is_change and backend.decode_changes(frame, base, out, digests):
+        return
+    before = None if digests is None else backend.digest(base)
+    _decode(backend, frame, base, out)
+    if digests is not None:
+        digests[:] = before, backend.digest(out)
+
+
+def _decode(backend: Backend, frame: Array, base: Array | None, out: Array) -> None:
+    """`decode_update` of any frame, which says what is wrong with it."""
     coder = _coder_of(frame)
     if base is None or NAMES[out.dtype] not in COUNTED or coder == Coder.SPLIT:
         return decode_floats(backend, frame, out, base)

@@ -392,36 +392,40 @@ def _write(piece: Piece) -> int | None:
     Returns the checksum of the same frame of the base; None if it was not read, or is cut into other frames.
     """
     view, source, target = piece.view, piece.source, piece.target
-    # The frame is in the cache then.
     is_cut_alike = source.from_base and target is not piece.into and target.box == source.box
-    digest = digest_of(kernels.cpu_backend(), target.on_host(piece.box)) if is_cut_alike else None
+    digests = np.empty(2, np.uint32)
     if not piece.frame:
         copy(piece.overlap.of(target.data, target.box.offsets), view)
-        return digest
+        return digest_of(kernels.cpu_backend(), target.on_host(piece.box)) if is_cut_alike else None
     # Decode to where the elements belong, if they lie side by side there.
     is_row = isinstance(view, np.ndarray) and view.flags.c_contiguous and piece.overlap == piece.box
     if is_row and source.elements == source.form.coded:
-        decode(piece, view.reshape(-1).view(numpy_dtype(source.elements)))
+        decode(piece, view.reshape(-1).view(numpy_dtype(source.elements)), digests)
     else:
-        copy(new_values_of(piece), view)
-    return digest
+        copy(new_values_of(piece, digests), view)
+    return int(digests[0]) if is_cut_alike else None
 
 
-def new_values_of(piece: Piece) -> Array:
-    """The new values of a piece's overlap, as integers. Raises FrameError and MismatchError."""
-    return piece.overlap.of(shaped(bits_of(decode(piece)), piece.box.sizes), piece.box.offsets)
+def new_values_of(piece: Piece, digests: np.ndarray | None = None) -> Array:
+    """The new values of a piece's overlap, as integers. Arguments and errors as of `decode`."""
+    return piece.overlap.of(shaped(bits_of(decode(piece, digests=digests)), piece.box.sizes), piece.box.offsets)
 
 
-def decode(piece: Piece, out: np.ndarray | None = None) -> np.ndarray:
+def decode(piece: Piece, out: np.ndarray | None = None, digests: np.ndarray | None = None) -> np.ndarray:
     """Decode a frame, into `out` if given. Returns the row of its elements, of which those of the overlap are right.
+
+    `digests`: room for the checksums of the frame's elements in the base, if all are here, and of the new ones.
 
     Raises FrameError and MismatchError.
     """
     name, source, box, frame, digest, target, overlap, _ = piece
     backend = kernels.cpu_backend()
     x = np.empty(box.numel, numpy_dtype(source.elements)) if out is None else out
-    if source.from_base and overlap == box:
-        base_x = converted(target.on_host(box), source.elements)
+    digests = np.empty(2, np.uint32) if digests is None else digests
+    has_base = source.from_base and overlap == box
+    if has_base:
+        before = target.on_host(box)
+        base_x = converted(before, source.elements)
     else:
         # The base of elements that this receiver lacks is 0. What they come to is wrong, and is not used.
         base_x = x
@@ -437,12 +441,15 @@ def decode(piece: Piece, out: np.ndarray | None = None) -> np.ndarray:
         else:
             update = _unpacked(data, max_update_bytes(box.numel, x.itemsize))
             require_seals([update])
-            decode_update(backend, update, base_x, x)
+            decode_update(backend, update, base_x, x, digests)
     except DamagedFrame as damage:
         raise FrameError(f"{name}: a frame is damaged: {damage}; get the patch again") from damage
-    x = converted(x, source.form.coded)
+    # Checksums are those of the tensor's own dtype.
+    if is_plain or source.elements != source.form.coded:
+        x = converted(x, source.form.coded)
+        digests[:] = digest_of(backend, before) if has_base else 0, digest_of(backend, x)
     # The digest is that of all elements of the frame.
-    if (is_plain or not source.from_base or overlap == box) and digest_of(backend, x) != digest:
+    if (is_plain or not source.from_base or overlap == box) and digests[1] != digest:
         if source.from_base and not is_plain:
             raise MismatchError(
                 f"{name}: its values are not those of the version that the patch is for: ask for a whole version"

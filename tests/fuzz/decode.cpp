@@ -9,7 +9,7 @@ namespace {
 
 using namespace ncz;
 
-enum Function { DECODE_CODES, ADD_CODES, DECODE_FLOATS, REDUCE, ADD_RARE, FUNCTIONS };
+enum Function { DECODE_CODES, ADD_CODES, DECODE_FLOATS, REDUCE, ADD_RARE, DECODE_CHANGES, FUNCTIONS };
 
 struct Control {
     uint16_t count;
@@ -112,12 +112,33 @@ Result add_rare(const Kernels& kernels, const Memory& input, const Control& cont
     return {0, std::move(out)};
 }
 
+// A frame of changes in one pass, which are those of its codes; a SPARSE one's are what `add_rare` tries.
+Result decode_changes(const Kernels& kernels, const Memory& frame, const Control& control) {
+    int64_t count = control.count;
+    int32_t dtype = control.dtype % FLOAT64;
+    Memory base(element_bytes(dtype) * count, 0x3c), out(base.bytes(), kernels.fill), codes(4 * count, kernels.fill);
+    Memory scratch = scratch_to_read(kernels), expected(base.bytes(), kernels.fill);
+    uint32_t digests[2];
+    bool is_read = kernels.decode_changes(frame.data(), frame.bytes(), base.data(), count, out.data(), dtype, digests,
+                                          codes.as<int32_t>(), scratch.data());
+    if (!is_read) return {-1, std::move(out)};
+    require(digests[0] == kernels.digest(base.data(), base.bytes()), "the base has another checksum");
+    require(digests[1] == kernels.digest(out.data(), out.bytes()), "what changes make has another checksum");
+    Result all = decode_codes(kernels, frame, count, false);
+    if (all.verdict == 0) {
+        kernels.add_differences(all.out.as<int32_t>(), base.data(), count, expected.data(), dtype);
+        require(out == expected, "changes give other floats than their codes");
+    }
+    return {0, std::move(out)};
+}
+
 Result run(const Kernels& kernels, const Memory& frame, const Control& control) {
     switch (control.function) {
         case DECODE_CODES: return decode_codes(kernels, frame, control.count, false, control.offset);
         case ADD_CODES: return decode_codes(kernels, frame, control.count, true, control.offset);
         case DECODE_FLOATS: return decode_floats(kernels, frame, control.count, control.dtype, control.offset);
         case ADD_RARE: return add_rare(kernels, frame, control);
+        case DECODE_CHANGES: return decode_changes(kernels, frame, control);
         default: return reduce(kernels, frame, control);
     }
 }

@@ -15,6 +15,7 @@
     extern "C" {                                                                                                      \
     int64_t ncz_scratch_bytes_##set(int64_t count);                                                                   \
     uint32_t ncz_checksum_##set(const uint8_t* frame, int64_t bytes);                                                 \
+    uint32_t ncz_digest_##set(const void* data, int64_t bytes);                                                       \
     void ncz_block_statistics_##set(const void* x, int32_t dtype, int64_t count, double* lowest, double* highest,     \
                                     double* squares);                                                                 \
     void ncz_quantize_##set(const void* x, int32_t dtype, const void* inverse_steps, int64_t count, int32_t* codes,   \
@@ -35,6 +36,8 @@
     void ncz_add_differences_##set(const int32_t* codes, const void* base, int64_t count, void* out, int32_t dtype);  \
     int32_t ncz_add_rare_differences_##set(const int32_t* gaps, const int32_t* codes, int64_t changes,                \
                                            const void* base, int64_t count, void* out, int32_t dtype);                \
+    int32_t ncz_decode_changes_##set(const uint8_t* frame, int64_t bytes, const void* base, int64_t count, void* out, \
+                                     int32_t dtype, uint32_t* digests, int32_t* codes, uint8_t* scratch);             \
     void ncz_root_mean_squares_##set(const void* x, int32_t dtype, int64_t count, double most, uint16_t* out);        \
     double ncz_steps_of_##set(const uint16_t* agreed, int64_t blocks, const double* rule, float* inverse_steps,       \
                               float* scales);                                                                         \
@@ -48,6 +51,7 @@ NCZ_DECLARE(avx2)
 struct Kernels {
     decltype(&ncz_scratch_bytes_portable) scratch_bytes;
     decltype(&ncz_checksum_portable) checksum;
+    decltype(&ncz_digest_portable) digest;
     decltype(&ncz_block_statistics_portable) block_statistics;
     decltype(&ncz_quantize_portable) quantize;
     decltype(&ncz_dequantize_portable) dequantize;
@@ -59,16 +63,18 @@ struct Kernels {
     decltype(&ncz_differences_portable) differences;
     decltype(&ncz_add_differences_portable) add_differences;
     decltype(&ncz_add_rare_differences_portable) add_rare_differences;
+    decltype(&ncz_decode_changes_portable) decode_changes;
     decltype(&ncz_root_mean_squares_portable) root_mean_squares;
     decltype(&ncz_steps_of_portable) steps_of;
     uint8_t fill;  // what stands in memory before they write to it; another for each of the two that are compared
 };
 
-#define NCZ_KERNELS(set)                                                                                      \
-    ncz_scratch_bytes_##set, ncz_checksum_##set, ncz_block_statistics_##set, ncz_quantize_##set,              \
-        ncz_dequantize_##set, ncz_encode_codes_##set, ncz_decode_codes_##set, ncz_encode_##set,               \
-        ncz_decode_##set, ncz_reduce_##set, ncz_differences_##set, ncz_add_differences_##set,                 \
-        ncz_add_rare_differences_##set, ncz_root_mean_squares_##set, ncz_steps_of_##set
+#define NCZ_KERNELS(set)                                                                          \
+    ncz_scratch_bytes_##set, ncz_checksum_##set, ncz_digest_##set, ncz_block_statistics_##set,    \
+        ncz_quantize_##set, ncz_dequantize_##set, ncz_encode_codes_##set, ncz_decode_codes_##set, \
+        ncz_encode_##set, ncz_decode_##set, ncz_reduce_##set, ncz_differences_##set,              \
+        ncz_add_differences_##set, ncz_add_rare_differences_##set, ncz_decode_changes_##set,      \
+        ncz_root_mean_squares_##set, ncz_steps_of_##set
 
 // Two that must agree on everything. Where AVX2 is missing, the portable ones are both; results must then still not
 // depend on what stood in the memory.

@@ -32,7 +32,7 @@ typedef unsigned long long uintptr_t;
 
 namespace ncz {
 
-constexpr int32_t ABI_VERSION = 8;  // of the C functions; ../cpu/__init__.py expects the same
+constexpr int32_t ABI_VERSION = 9;  // of the C functions; ../cpu/__init__.py expects the same
 
 constexpr uint32_t MAGIC = 0x465A434E;
 constexpr uint8_t VERSION = 1;
@@ -69,7 +69,7 @@ constexpr uint32_t RANS_LOWEST = 1 << 16;
 constexpr int64_t PLANES_TILE = 1024;
 constexpr int PLANES_ROW = 128, PLANES_LANES = 32;
 
-enum Coder : int32_t { RAW = 0, FIXED = 1, HUFFMAN = 2, RANS = 3, HUFFMAN32 = 5, PLANES = 6, AUTO_CODER = 255 };
+enum Coder : int32_t { RAW = 0, FIXED = 1, HUFFMAN = 2, RANS = 3, HUFFMAN32 = 5, PLANES = 6, SPARSE = 7, AUTO_CODER = 255 };
 enum Predictor : int32_t { NONE = 0, DELTA = 1, AUTO_PREDICTOR = 255 };
 
 // Element types, numbered as in format.DTYPES. The two half types are handled as bits.

@@ -53,13 +53,14 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 8  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 9  # ncz::ABI_VERSION in common/format.h
 _FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
 _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
     "scratch_bytes": (_INT64, (_INT64,)),
     "checksum": (_UINT32, (_POINTER, _INT64)),
+    "digest": (_UINT32, (_POINTER, _INT64)),
     "block_statistics": (None, (_POINTER, _INT32, _INT64, _POINTER, _POINTER, _POINTER)),
     "quantize": (None, (_POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER)),
     "dequantize": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
@@ -79,9 +80,13 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
         _INT64,
         (_POINTER, _POINTER, _INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
     ),
-    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next two in differences.h
+    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next three in differences.h
     "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
     "add_rare_differences": (_INT32, (_POINTER, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT32)),
+    "decode_changes": (
+        _INT32,
+        (_POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT32, _POINTER, _POINTER, _POINTER),
+    ),
     "combine": (None, (_POINTER, _INT32, _INT32, _INT64, _INT32, _INT32, _POINTER)),  # in combine.h
     "block_magnitudes": (None, (_POINTER, _INT32, _POINTER, _POINTER)),  # with the next three in fixed_rate.h
     "pack": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
@@ -225,6 +230,9 @@ class CpuBackend(HostBackend):
     def checksum(self, frame):
         return self._checksum(*_bytes(frame, HEADER_BYTES))
 
+    def digest(self, data):
+        return self._digest(address(data, "data", data.dtype), data.nbytes)
+
     def differences(self, x, base, codes):
         count, dtype = len(x), x.dtype
         number = _DTYPE[dtype]
@@ -243,6 +251,14 @@ class CpuBackend(HostBackend):
         rare = address(gaps, "gaps", "int32", changes), address(codes, "codes", "int32"), changes
         floats = address(base, "base", dtype, count), count, address(out, "out", dtype)
         return bool(self._add_rare_differences(*rare, *floats, number))
+
+    def decode_changes(self, frame, base, out, digests=None):
+        count, dtype = len(out), out.dtype
+        number = _DTYPE[dtype]
+        floats = address(base, "base", dtype, count), count, address(out, "out", dtype), number
+        sums = None if digests is None else address(digests, "digests", "uint32", 2)
+        codes = address_of(_scratch.of("changes", count, "int32"))
+        return bool(self._decode_changes(*_bytes(frame), *floats, sums, codes, self._working_memory()))
 
     def combination(self, values, how, out, divisor=1):
         count, dtype = out.numel(), out.dtype

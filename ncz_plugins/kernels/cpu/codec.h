@@ -383,6 +383,16 @@ class FrameSource {
     Delta delta_;
 };
 
+// Returns the frame's damage, or 0. `scratch`: UNIT_BYTES.
+template <bool add>
+int64_t read_codes(const uint8_t* frame, int64_t bytes, int64_t count, int32_t* codes, uint8_t* scratch) {
+    DecodedSymbols decoded(scratch);
+    FrameSource source(decoded);
+    if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
+    run(source, CodesSink<add>(codes), count);
+    return source.damage();
+}
+
 // ------------------------------------------------------------------ writing frames
 
 // Symbols of the codes of a chunk, block by block. Whatever stands behind the last code, the padding is zero.
@@ -798,6 +808,8 @@ NCZ_EXPORT int64_t NCZ_NAME(scratch_bytes)(int64_t count) { return Scratch::byte
 
 NCZ_EXPORT uint32_t NCZ_NAME(checksum)(const uint8_t* frame, int64_t bytes) { return checksum_of(frame, bytes); }
 
+NCZ_EXPORT uint32_t NCZ_NAME(digest)(const void* data, int64_t bytes) { return digest_of(data, bytes); }
+
 NCZ_EXPORT int64_t NCZ_NAME(encode_codes)(const int32_t* codes, int64_t count, const Coding* coding, uint8_t* frame,
                                           uint8_t* scratch) {
     return write_frame(CodesSource(codes), count, *coding, frame, Scratch(scratch));
@@ -805,14 +817,8 @@ NCZ_EXPORT int64_t NCZ_NAME(encode_codes)(const int32_t* codes, int64_t count, c
 
 NCZ_EXPORT int64_t NCZ_NAME(decode_codes)(const uint8_t* frame, int64_t bytes, int64_t count, int32_t* codes,
                                           int32_t add, uint8_t* scratch) {
-    DecodedSymbols decoded(scratch);
-    FrameSource source(decoded);
-    if (int64_t wrong = source.open(frame, bytes, count)) return wrong;
-    if (add)
-        run(source, CodesSink<true>(codes), count);
-    else
-        run(source, CodesSink<false>(codes), count);
-    return source.damage();
+    return add ? read_codes<true>(frame, bytes, count, codes, scratch)
+               : read_codes<false>(frame, bytes, count, codes, scratch);
 }
 
 NCZ_EXPORT int64_t NCZ_NAME(encode)(const void* x, int32_t dtype, const void* inverse_steps, int64_t count,

@@ -16,25 +16,45 @@ void differences(const T* x, const T* base, int64_t count, int32_t* codes) {
     }
 }
 
-// `out` may be `base`.
 template <class T>
-void add_differences(const int32_t* codes, const T* base, int64_t count, T* out) {
-    for (int64_t i = 0; i < count; ++i) {
-        UnsignedBits<T> bits;
-        memcpy(&bits, base + i, sizeof bits);
-        bits = restored<T>(codes[i], bits);
-        memcpy(out + i, &bits, sizeof bits);
-    }
+inline void change(int32_t code, T* element) {
+    UnsignedBits<T> bits;
+    memcpy(&bits, element, sizeof bits);
+    bits = restored<T>(code, bits);
+    memcpy(element, &bits, sizeof bits);
 }
 
-// 4096 elements are copied before those of them that change do, so that they are still in the fastest cache.
+// So many elements are copied, changed and added up to checksums while they are in the fastest cache.
 constexpr int64_t ELEMENTS_TOGETHER = 4096;
+
+// What `change_from(first, end)` makes `out` of `base`, which may be the same. `digests`: of base and out; null: nobody asks.
+template <class T, class Change>
+void change_together(const T* base, int64_t count, T* out, uint32_t* digests, Change change_from) {
+    uint32_t before = 0, after = 0;
+    for (int64_t first = 0; first < count; first += ELEMENTS_TOGETHER) {
+        int64_t end = first + ELEMENTS_TOGETHER < count ? first + ELEMENTS_TOGETHER : count;
+        int64_t bytes = (end - first) * int64_t(sizeof(T)), word = first * int64_t(sizeof(T)) / 4;
+        if (out != base) memcpy(out + first, base + first, size_t(bytes));
+        if (digests) before += digest_of(out + first, bytes, word);
+        change_from(first, end);
+        if (digests) after += digest_of(out + first, bytes, word);
+    }
+    if (digests) digests[0] = before, digests[1] = after;
+}
+
+template <class T>
+bool add_differences(const int32_t* codes, const T* base, int64_t count, T* out, uint32_t* digests = nullptr) {
+    change_together(base, count, out, digests, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; ++i) change(codes[i], out + i);
+    });
+    return true;
+}
 
 // As add_differences, of `changes` elements and with a copy of all others. `gaps`: elements that stay, between a change and the
 // one before it. False, and nothing is written, unless all changes lie in `count` elements, and none is 0.
 template <class T>
 bool add_rare_differences(const int32_t* gaps, const int32_t* codes, int64_t changes, const T* base, int64_t count,
-                          T* out) {
+                          T* out, uint32_t* digests = nullptr) {
     int64_t needed = changes;
     bool has_zero = changes == 0;
     for (int64_t i = 0; i < changes; ++i) {
@@ -43,15 +63,38 @@ bool add_rare_differences(const int32_t* gaps, const int32_t* codes, int64_t cha
     }
     if (has_zero || needed > count) return false;
     int64_t i = 0, place = gaps[0];
-    for (int64_t first = 0; first < count; first += ELEMENTS_TOGETHER) {
-        int64_t end = first + ELEMENTS_TOGETHER < count ? first + ELEMENTS_TOGETHER : count;
-        if (out != base) memcpy(out + first, base + first, size_t(end - first) * sizeof(T));
+    change_together(base, count, out, digests, [&](int64_t, int64_t end) {
         while (place < end) {
-            add_differences(codes + i, out + place, 1, out + place);
+            change(codes[i], out + place);
             place = ++i < changes ? place + 1 + gaps[i] : count;
         }
-    }
+    });
     return true;
+}
+
+// Bytes of the frame that a SPARSE one goes on with; 0 if it is none.
+inline int64_t inner_bytes(const uint8_t* at, const uint8_t* end, Header& header) {
+    if (end - at < HEADER_BYTES) return 0;
+    memcpy(&header, at, sizeof header);
+    int64_t bytes = HEADER_BYTES + int64_t(header.payload_bytes);
+    return header.flags || bytes > end - at ? 0 : bytes;
+}
+
+// The gaps of a SPARSE frame and then its changes, `codes`, which hold `count`. Returns the number of changes; 0 if the frame is
+// damaged, or has more than half as many changes as elements.
+inline int64_t read_sparse(const uint8_t* frame, int64_t bytes, int64_t count, int32_t* codes, uint8_t* scratch) {
+    Header header, of_gaps = {}, of_changes = {};
+    memcpy(&header, frame, sizeof header);
+    if (header_damage(header, bytes, count) || header.predictor != NONE || header.width) return 0;
+    if (header.flags && header.checksum != checksum_of(frame, bytes)) return 0;
+    const uint8_t *gaps = frame + HEADER_BYTES, *end = frame + bytes;
+    int64_t gaps_bytes = inner_bytes(gaps, end, of_gaps);
+    int64_t changes_bytes = gaps_bytes ? inner_bytes(gaps + gaps_bytes, end, of_changes) : 0;
+    int64_t changes = of_gaps.count;
+    if (!changes_bytes || gaps + gaps_bytes + changes_bytes != end || 2 * changes > count) return 0;
+    bool is_damaged = read_codes<false>(gaps, gaps_bytes, changes, codes, scratch) ||
+                      read_codes<false>(gaps + gaps_bytes, changes_bytes, changes, codes + changes, scratch);
+    return is_damaged ? 0 : changes;
 }
 
 }  // namespace
@@ -77,6 +120,25 @@ NCZ_EXPORT int32_t NCZ_NAME(add_rare_differences)(const int32_t* gaps, const int
     with_float32_and_halves(out, dtype, [&](auto* out) {
         auto from = static_cast<decltype(out)>(const_cast<void*>(base));
         are_inside = add_rare_differences(gaps, codes, changes, from, count, out);
+    });
+    return are_inside;
+}
+
+// `codes`: room for `count`. `scratch`: as for decode_codes. 0, and nothing is written, if the frame is damaged or of a kind that
+// has to be read in another way.
+NCZ_EXPORT int32_t NCZ_NAME(decode_changes)(const uint8_t* frame, int64_t bytes, const void* base, int64_t count, void* out,
+                                            int32_t dtype, uint32_t* digests, int32_t* codes, uint8_t* scratch) {
+    if (bytes < HEADER_BYTES) return 0;
+    bool is_sparse = frame[offsetof(Header, coder)] == SPARSE;
+    int64_t changes = is_sparse ? read_sparse(frame, bytes, count, codes, scratch) : 0;
+    if (is_sparse ? !changes : read_codes<false>(frame, bytes, count, codes, scratch) != 0) return 0;
+    int32_t are_inside = 0;
+    with_float32_and_halves(out, dtype, [&](auto* out) {
+        auto from = static_cast<decltype(out)>(const_cast<void*>(base));
+        if (is_sparse)
+            are_inside = add_rare_differences(codes, codes + changes, changes, from, count, out, digests);
+        else
+            are_inside = add_differences(codes, from, count, out, digests);
     });
     return are_inside;
 }

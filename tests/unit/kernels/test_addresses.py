@@ -78,6 +78,7 @@ CALLS = {
     "add_rare_differences": {
         "gaps": torch.zeros(COUNT, dtype=torch.int32), "codes": codes(), "base": floats(), "out": floats(),
     },
+    "decode_changes": {"frame": frame(), "base": floats(), "out": floats()},
     "checksum": {"frame": frame()},
     "root_mean_squares": {"x": floats(), "most": 1e30, "out": torch.zeros(BLOCKS, dtype=torch.bfloat16)},
     "steps_of": {"agreed": torch.ones(BLOCKS, dtype=torch.bfloat16), "rule": RULE},
@@ -94,6 +95,7 @@ SIZES_THE_CALL = {  # the tensors whose own length says how much is worked on: t
     ("decode_codes", "codes"), ("decode_codes", "frame"), ("encode", "x"), ("decode", "frame"), ("decode", "out"),
     ("reduce", "frame"), ("reduce", "x"), ("differences", "x"), ("add_differences", "out"), ("root_mean_squares", "x"),
     ("steps_of", "agreed"), ("add_packed", "out"), ("add_rare_differences", "codes"), ("add_rare_differences", "out"),
+    ("decode_changes", "frame"), ("decode_changes", "out"),
 }  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def test_what_does_not_fit_is_refused(backend, name, argument, wrong):
 def test_all_functions_of_the_interface_are_here():
     backend = kernels.load("portable")
     of_cpp = {name.removeprefix("_") for name in vars(backend) if name.startswith("_")} - {"scratch_bytes"}
-    assert of_cpp - {"decode_sum", "add_up", "combine"} == set(CALLS)
+    assert of_cpp - {"decode_sum", "add_up", "combine", "digest"} == set(CALLS)
 
 
 @pytest.mark.parametrize("member", ["x", "inverse_steps", "out", "frames"])

@@ -99,6 +99,20 @@ def test_every_bit_comes_back(backend, dtype, count, coder):
         assert torch.equal(bits(out), bits(x))
 
 
+@pytest.mark.parametrize("dtype", SHORT + OTHERS, ids=str)
+@pytest.mark.parametrize("count", [1, 5, 4096, 9001])
+@pytest.mark.parametrize("every", [1, 300])
+def test_checksums_come_with_changes(any_backend, dtype, count, every):
+    """Of the base and of what is made of it, in place too: by SPARSE, another coder, or SPLIT."""
+    base, digests = any_floats(dtype, count, 1), np.zeros(2, np.uint32)
+    x = torch.where(torch.arange(count) % every == 0, moved(base, 3), base)
+    frame, expected = encoded(REFERENCE, x, base), [REFERENCE.digest(base), REFERENCE.digest(x)]
+    decode_update(any_backend, frame, base, torch.empty_like(base), digests)
+    assert digests.tolist() == expected
+    decode_update(any_backend, frame, base, base, digests)
+    assert digests.tolist() == expected and torch.equal(bits(base), bits(x))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_two_versions(data):
