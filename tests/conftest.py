@@ -13,12 +13,17 @@ import pytest
 # threads they wait for each other on busy cores, which takes a third more of the processor's time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# DeepSpeed looks for a GPU otherwise. Tests that are about one say so.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 # Torch's store asks the DNS for the name of each address that it connects to. A server that loses one of several
 # questions at once would let a rank wait for 5 seconds, the resolver's time-out. Here that is 1 second, the least.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# What processes that tests start find: started/sitecustomize.py, which spares time, this package, and its benchmarks.
-PATHS = [str(Path(__file__).with_name("started")), str(Path(__file__).parents[1])]
+# What processes that tests start find: started/sitecustomize.py, which spares time, this package with its benchmarks,
+# and what scenarios import.
+TESTS = Path(__file__).parent
+PATHS = [str(path) for path in (TESTS / "started", TESTS.parent, TESTS / "helpers")]
 PATHS += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in PATHS]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 

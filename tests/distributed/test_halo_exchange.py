@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from on_rank import rank, world_size
 from repository import FORKED_RANKS, ROOT
-from scenarios import IMPORTS, ranks, search_path
+from scenarios import IMPORTS, OF_ALL, ranks
 
 from examples.halo_exchange import Part, Region, bound_of, hot_spots, largest_error, solve
 from ncz_plugins import Communicator
@@ -117,8 +117,7 @@ def run(folder, *options: str) -> tuple[int, str]:
     sizes = ["--size", "200", "--steps", "64", "--depth", "16", "--min-bytes", "1024"]
     script = [str(ROOT / "examples" / "halo_exchange.py"), *sizes, *options]
     command = [sys.executable, str(FORKED_RANKS), IMPORTS, "torch", "2", str(free_port()), *script]
-    # As for scenarios, so that both fork the same process.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
+    environment = os.environ | OF_ALL
     process = forking.start(command, cwd=folder, env=environment, log=(log := folder / "output.log"))
     try:
         status = process.wait(SECONDS)

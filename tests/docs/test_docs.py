@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 import yaml
 from repository import FORKED_RANKS, ROOT
+from scenarios import DEEPSPEED, HOROVOD, OF_ALL
 
 from ncz_plugins import Config
 from ncz_plugins.cli import main as cli
@@ -48,12 +49,11 @@ FRAMEWORKS = "deepspeed", "horovod"
 # What takes long to import is imported once for the programs of all pages that have the same here.
 WITH_TORCH = "ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo,torch.distributed.checkpoint"
 WITH_TORCH += ",torch.distributed.pipelining"
-WITH_DEEPSPEED = "ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer"
 WITH_TRANSFORMERS = "ncz_plugins.torch.ddp,accelerate,transformers.trainer,transformers.models.bert.modeling_bert"
 IMPORTS = {
-    "deepspeed": WITH_DEEPSPEED,
-    "weights": WITH_DEEPSPEED,
-    "horovod": "ncz_plugins.horovod,ncz_plugins.torch.ddp,horovod.torch,torch._dynamo",
+    "deepspeed": DEEPSPEED["imports"],
+    "weights": DEEPSPEED["imports"],
+    "horovod": HOROVOD["imports"],
     "diloco": "ncz_plugins.torch.torchft,torchft.local_sgd",
     "lightning": "ncz_plugins.torch.ddp,lightning,torch._dynamo",
     "hugging-face": WITH_TRANSFORMERS,
@@ -284,14 +284,10 @@ for module, name in {sorted(names)!r}:
     else:
         importlib.import_module(module)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=PROGRAM_SECONDS)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PROGRAM_SECONDS)
     allowed = {"ncz_plugins", "ncz_plugins.torch", "ncz_plugins.torch.torchft", "ncz_plugins.torch.backend"}
     allowed |= {f"ncz_plugins.{name}" for name in FRAMEWORKS}
     assert {module for module, _ in imported_names()} <= allowed, "what users import is exported at the top"
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"DS_ACCELERATOR": "cpu"}
 
 
 # ------------------------------------------------------------------ programs
@@ -348,7 +344,7 @@ def test_programs_run(program, tmp_path):
         script, expected = [written(program, tmp_path)], ""
     forks = [FORKED_RANKS, imports_of(program), "torch", ranks, free_port(), *script]
     log = tmp_path / "output.log"
-    process = forking.start([sys.executable, *map(str, forks)], cwd=tmp_path, env=environment(), log=log)
+    process = forking.start([sys.executable, *map(str, forks)], cwd=tmp_path, env=os.environ | OF_ALL, log=log)
     try:
         status = process.wait(PROGRAM_SECONDS)
     finally:

@@ -44,12 +44,11 @@ IMPORTS = (
     ",torch.distributed.checkpoint"
 )
 # Options of `ranks` and `run_ranks` for scenarios of DeepSpeed, with what `deepspeed.initialize` imports.
-DEEPSPEED = {
-    "imports": f"{IMPORTS},ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer",
-    "environment": {"DS_ACCELERATOR": "cpu"},
-}
+DEEPSPEED = {"imports": f"{IMPORTS},ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer"}
 # Options of `ranks` and `run_ranks` for scenarios of Horovod, with what the first optimizer of PyTorch imports.
 HOROVOD = {"launcher": "horovod", "imports": "scenarios,ncz_plugins.core.communicator,horovod.torch,torch._dynamo"}
+# Variables of what is started without a launcher: what imports the same forks the same process if all of them are.
+OF_ALL = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 RUNNER = Path(__file__).with_name("run_scenario.py")
 
 
@@ -111,7 +110,7 @@ def run_ranks(
 
 
 def program(scenario: Callable, folder: Path, *arguments, device: str = "cpu", seconds: float = 120) -> list[str]:
-    """A program and its arguments that run a scenario on one rank, for any launcher. It needs `search_path()`.
+    """A program and its arguments that run a scenario on one rank, for any launcher.
 
     Each rank leaves `folder`/rankN.json.
     """
@@ -123,11 +122,6 @@ def _program(file: str, folder: Path, device: str, seconds: float, **what) -> li
     scenario = {"file": file, "device": device, "seconds": seconds, **what}
     (folder / "scenario.json").write_text(json.dumps(scenario, default=str))
     return [str(RUNNER), str(folder)]
-
-
-def search_path() -> str:
-    """The variable PYTHONPATH of a process that runs a scenario."""
-    return os.pathsep.join([str(RUNNER.parent), os.environ["PYTHONPATH"]])
 
 
 def results(finished: list[Finished]) -> list:
@@ -270,8 +264,7 @@ def _run(
     nodes: Sequence[Node] = (),
 ) -> tuple[list[Finished], bool]:
     """Run a program once per rank. Returns how each rank ended, and whether all did within `seconds`."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
-    environment = {**os.environ, **ours, **environment}
+    environment = {**os.environ, **OF_ALL, **environment}
     options = ["--into", folder]
     if nodes:
         options += ["--nodes", ",".join([nodes[0].address, *(str(node.pid) for node in nodes)])]

@@ -11,7 +11,7 @@ from pathlib import Path
 import forking
 import pytest
 from repository import FORKED_RANKS
-from scenarios import DEEPSPEED, search_path
+from scenarios import DEEPSPEED, HOROVOD, OF_ALL
 
 from ncz_plugins.cli.perf.launch import free_port
 
@@ -64,14 +64,9 @@ def deepspeed_ranks(*script: object, ranks: int = 2, alone: bool = False) -> lis
     return _forked("torch", DEEPSPEED["imports"], script, ranks, alone)
 
 
-def horovod_ranks(
-    *script: object,
-    ranks: int = 2,
-    alone: bool = False,
-    imports: str = "ncz_plugins.core.communicator,horovod.torch",
-) -> list[str]:
-    """The same for Horovod, with what the first optimizer of PyTorch imports."""
-    return _forked("horovod", f"{imports},torch._dynamo", script, ranks, alone)
+def horovod_ranks(*script: object, ranks: int = 2, alone: bool = False, imports: str = HOROVOD["imports"]) -> list[str]:
+    """The same for Horovod."""
+    return _forked("horovod", imports, script, ranks, alone)
 
 
 def _forked(kind: str, modules: str, script: tuple[object, ...], ranks: int, alone: bool) -> list[str]:
@@ -89,9 +84,7 @@ def launch(
     output, if it took longer, or if it did not end the way `fails` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # As for scenarios, so that both fork the same process.
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": search_path()}
-    settings |= DEEPSPEED["environment"] | {"NCZ_TEST_RESULTS": str(folder)}
+    settings = OF_ALL | {"NCZ_TEST_RESULTS": str(folder)}
     log = folder / "output.log"
     process = forking.start(command, cwd=folder, env={**os.environ, **settings, **(environment or {})}, log=log)
     try:

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("plain_horovod.py")
 
 def run(folder, plugin: str) -> list[dict[str, str]]:
     """A hash of each result on each rank."""
-    command = horovod_ranks(PROGRAM, plugin, imports="horovod.torch")
+    command = horovod_ranks(PROGRAM, plugin, imports="horovod.torch,torch._dynamo")
     first, second = launch(command, folder, timeout=120).ranks
     return [first, second]
 

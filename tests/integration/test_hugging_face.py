@@ -27,7 +27,7 @@ HOW = {
     "launcher": "torch",
     "imports": f"{DEEPSPEED['imports']},transformers.trainer,transformers.models.bert.modeling_bert",
     # The first is what `accelerate launch` sets.
-    "environment": DEEPSPEED["environment"] | {"ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1"},
+    "environment": {"ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1"},
 }
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from links import link, needs_links
 from on_rank import rank, start, values, world_size
-from scenarios import program, search_path
+from scenarios import program
 
 from benchmarks.laboratory.link import Node
 from ncz_plugins import Communicator
@@ -96,7 +96,7 @@ def torchrun(node: Node, folder: Path, argv: Sequence[str]) -> subprocess.Popen:
     patience = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=1"
     run = shlex.join([sys.executable, "-m", "torch.distributed.run", *options, *meeting, patience, *argv])
     script = f"mount --bind {folder / 'hosts'} /etc/hosts; exec {run}"
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(), "RES_OPTIONS": "attempts:1 timeout:1"}
+    ours = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:1 timeout:1"}
     # Each start gets a store of its own. In the shared one gloo finds addresses of the start before.
     ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return subprocess.Popen(

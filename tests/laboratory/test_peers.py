@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_rank import digest, rank, start, values, world_size
-from scenarios import program, search_path
+from scenarios import program
 
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.peers import CONTENDERS
@@ -148,7 +148,6 @@ def ranks(tmp_path_factory):
         RANKS,
         folder / "records",
         horovod=absent("horovod") is None,
-        environment={"PYTHONPATH": search_path()},
         timeout=250,
     )
     return [json.loads((folder / f"rank{each}.json").read_text()) for each in range(RANKS)]
