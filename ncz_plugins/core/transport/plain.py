@@ -110,7 +110,7 @@ class _DividedWork:
 
     def __init__(self, work: Work, tensor: Tensor, divisor: float):
         self._work = work
-        self._tensor = tensor
+        self._tensor = tensor.detach()  # autograd lets nobody divide parameters in place
         self._divisor = divisor
         self._lock = threading.Lock()
 

@@ -34,9 +34,10 @@ def on_each_rank(body) -> list:
         (dist.ReduceOp.MIN, 1.0, 1.0),
     ],
 )
-def test_all_reduce(op, scale, expected):
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_all_reduce(op, scale, expected, is_parameter):
     def body(plain, rank):
-        tensor = torch.full((5,), rank + 1.0)
+        tensor = torch.full((5,), rank + 1.0, requires_grad=is_parameter)
         assert plain.all_reduce(tensor, op, scale).wait()
         return tensor.tolist()
 
@@ -56,9 +57,10 @@ def test_reduce_scatter(op, expected):
 @pytest.mark.parametrize(
     ("op", "expected"), [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 2.0), (dist.ReduceOp.MAX, 3.0)]
 )
-def test_reduce_changes_nothing_but_on_its_root(op, expected):
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_reduce_changes_nothing_but_on_its_root(op, expected, is_parameter):
     def body(plain, rank):
-        tensor = torch.full((5,), rank + 1.0)
+        tensor = torch.full((5,), rank + 1.0, requires_grad=is_parameter)
         assert plain.reduce(tensor, 1, op).wait()
         return tensor.tolist()
 
