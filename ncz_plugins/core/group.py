@@ -137,7 +137,7 @@ class Group:
         """The settings of calls with this quantizer. Found once for each, as hashing it takes longer than to decide."""
         found = self._settings.get(id(quantizer))
         if found is None:
-            if len(self._settings) == _MOST_SETTINGS:
+            if len(self._settings) >= _MOST_SETTINGS:
                 self._settings.clear()
                 self.decisions.clear()  # which hold what follows from these settings
             config = self.config

@@ -155,7 +155,7 @@ def _decision(group: Group, call: Call) -> _Decision:
         # Gloo broadcasts along a tree, and sends pieces straight to their ranks. Its other collectives are rings.
         around_ring = call.collective != "broadcast" and call.pieces is None
         bypass = by_size(nbytes, config, group.on_gpu, group.world_size, around_ring)
-    if len(group.decisions) == _MOST_SIGNATURES:
+    if len(group.decisions) >= _MOST_SIGNATURES:
         group.decisions.clear()
     found = group.decisions[key] = _Decision(config, bypass, signature_described(call), {})
     return found
