@@ -3,7 +3,7 @@
 #   PYTHON=python3.12        the interpreter that .venv is made from
 #   TORCH_INDEX_URL=URL      where torch comes from; https://download.pytorch.org/whl/cpu has builds without CUDA,
 #                            hundreds of megabytes instead of gigabytes, and they are enough for all of this
-#   NCZ_CACHE=DIR            where the compiled Horovod is kept for the next clone, by default ~/.cache/ncz_plugins
+#   NCZ_CACHE=DIR            where the next clone finds what was compiled, Horovod and what tests need: ~/.cache/ncz_plugins
 #   COVERAGE=DIR             where make coverage writes, by default .cache/coverage
 #   SECONDS=60               how long make fuzz runs, an hour by default, and make soak, half an hour
 #   ARGS="..."               passed on: make test ARGS="-k ring", make demo ARGS="--steps 50"
@@ -93,6 +93,6 @@ docs: setup-tools  ## the documentation as a site in site/, with every link chec
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## remove .venv, build products and results
-	rm -rf .venv build dist tests/cuda/.build results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache site carry
+	rm -rf .venv build dist results *.egg-info .pytest_cache .hypothesis .ruff_cache .cache site carry
 	find ncz_plugins -name '*.so' -delete
 	find ncz_plugins examples benchmarks tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -4,14 +4,13 @@
     launcher = EmulatedLauncher(seed=1, sanitizer="address")   # ASan and UBSan; or "thread": TSan
     launcher.launch("ncz_decode", torch.float32, grid, block, tensor, np.int64(5), structure, None)
 
-What is compiled is kept in .build for a week.
+What is compiled is kept for a week: tests/helpers/compiling.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -22,11 +21,11 @@ import struct
 import subprocess
 import tempfile
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import compiling
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from ncz_plugins.kernels.format import DTYPES
 
 HERE = Path(__file__).resolve().parent
 EMULATOR = HERE / "emulator"
-BUILD = HERE / ".build"
 KERNELS = HERE.parent.parent / "ncz_plugins" / "kernels" / "cuda" / "kernels.cu"
 
 # No contraction: a fused multiply-add would round other than the reference. No strict aliasing: the kernels look at
@@ -55,7 +53,6 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:history_size=0",
 }
 ALIGNMENT = 256  # bytes; of what a GPU's allocator gives
-KEPT_SECONDS = 7 * 24 * 3600
 _one_launch = threading.Lock()  # the emulator runs one kernel at a time
 INTEGER = struct.Struct("<q")
 
@@ -82,55 +79,12 @@ def build(dtype: torch.dtype, sanitizer: str | None = None, source: Path = KERNE
     `source` ends with a list NCZ_KERNELS(X) of its kernels, all of them extern "C". Raises RuntimeError with the
     compiler's messages.
     """
-    defines = [f'-DNCZ_SOURCE="{source.resolve()}"', f"-DNCZ_DTYPE={DTYPES.index(dtype)}"]
-    flags = [*FLAGS, *(SANITIZED if sanitizer else []), *SANITIZERS[sanitizer], *defines]
-    objects = [_compiled(EMULATOR / "unit.cpp", flags)]
+    flags = [*FLAGS, *(SANITIZED if sanitizer else []), *SANITIZERS[sanitizer], f"-DNCZ_DTYPE={DTYPES.index(dtype)}"]
+    place = f'-DNCZ_SOURCE="{source.resolve()}"'
+    objects = [compiling.object_of(compiler(), EMULATOR / "unit.cpp", flags, [place])]
     for file in ("emulator.cpp", *(["runner.cpp"] if sanitizer else [])):  # never instrumented
-        objects.append(_compiled(EMULATOR / file, [*FLAGS, *DEFINES[sanitizer]]))
-    link = SANITIZERS[sanitizer] if sanitizer else ["-shared"]
-    return _cached([compiler(), *link, *map(str, objects)], b"", "")
-
-
-def _compiled(file: Path, flags: list[str]) -> Path:
-    command = [compiler(), *flags]
-    text = _run([*command, "-E", str(file)])  # with all that it includes
-    return _cached([*command, "-c", str(file)], text, ".o")
-
-
-def _cached(command: list[str], contents: bytes, suffix: str) -> Path:
-    """What `command -o` makes, unless it was made before from the same `contents`. One process at a time makes it."""
-    key = hashlib.sha256("\0".join([*command, _version()]).encode() + contents).hexdigest()[:24]
-    target = BUILD / f"{key}{suffix}"
-    if target.exists():
-        os.utime(target)
-        return target
-    BUILD.mkdir(exist_ok=True)
-    _forget_old()
-    with open(BUILD / f"{key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            unfinished = BUILD / f"{key}.unfinished"
-            _run([*command, "-o", str(unfinished)])
-            unfinished.rename(target)
-    return target
-
-
-def _forget_old() -> None:
-    for file in BUILD.iterdir():
-        if time.time() - file.stat().st_mtime > KEPT_SECONDS:
-            file.unlink(missing_ok=True)
-
-
-@functools.cache
-def _version() -> str:
-    return _run([compiler(), "--version"]).decode()
-
-
-def _run(command: list[str]) -> bytes:
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr.decode(errors='replace')}")
-    return done.stdout
+        objects.append(compiling.object_of(compiler(), EMULATOR / file, [*FLAGS, *DEFINES[sanitizer]]))
+    return compiling.program_of(compiler(), objects, SANITIZERS[sanitizer] if sanitizer else ["-shared"])
 
 
 # ---------------------------------------------------------------- arguments

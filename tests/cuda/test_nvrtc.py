@@ -9,10 +9,10 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
+import compiling
 import kernel_table
 import pytest
 import torch
-from emulator import BUILD
 from kernel_table import resources
 from repository import ROOT
 
@@ -51,13 +51,12 @@ def compiled() -> dict[tuple[torch.dtype, str], tuple[bytes, str]]:
 
 
 def compiled_once(kind: tuple[torch.dtype, str]) -> tuple[bytes, str]:
-    """What the compiler makes of one kind, kept for the next run as emulator.py keeps what g++ makes."""
+    """What the compiler makes of one kind, kept for the next run as compiling.py keeps what g++ makes."""
     everything = nvrtc.digest(*kind), nvrtc.nvrtc.getVersion(), kernel_table.VERBOSE
-    cubin = BUILD / f"{hashlib.sha256(repr(everything).encode()).hexdigest()[:24]}.cubin"
+    cubin = compiling.kept() / f"{hashlib.sha256(repr(everything).encode()).hexdigest()[:24]}.cubin"
     log = cubin.with_suffix(".log")
     if not cubin.exists():
         code, printed = nvrtc.compile_kernels(*kind, kernel_table.VERBOSE)
-        BUILD.mkdir(exist_ok=True)
         log.write_text(printed)
         unfinished = cubin.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(code)
@@ -181,7 +180,7 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(compiled):
     assert nvrtc.architecture(9, 0) == "sm_90"
     arch = nvrtc.architecture(99, 0)
     assert arch == f"compute_{max(nvrtc.nvrtc.getSupportedArchs())}"
-    code, _ = nvrtc.compile_kernels(torch.float16, arch)
+    code, _ = compiled_once((torch.float16, arch))
     assert code.lstrip().startswith(b"//") and b".target sm_" in code
     assert set(nvrtc.kernels_in(code)) == set(nvrtc.kernels_in(compiled[torch.float16, "sm_100"][0]))
 

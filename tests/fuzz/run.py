@@ -17,6 +17,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+
+import compiling
 import seeds
 
 HERE = Path(__file__).resolve().parent
@@ -64,7 +67,7 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     portable_only = portable_only or platform.machine().lower() not in ("x86_64", "amd64")
     # Without libFuzzer the run is short, and compiling must be, too.
-    flags = [*FLAGS, *SANITIZERS, "-O2" if libfuzzer else "-Og", f"-I{kernels}"]
+    flags = [*FLAGS, *SANITIZERS, "-O2" if libfuzzer else "-Og"]
     flags += ["-DNCZ_PORTABLE_ONLY"] if portable_only else []
     coverage = COVERAGE if libfuzzer else []
     sources = {kernels / "cpu" / "portable.cpp": [*flags, *coverage]}
@@ -72,19 +75,14 @@ def build(
         sources[kernels / "cpu" / "avx2.cpp"] = [*flags, *coverage, *AVX2]
     if not libfuzzer:
         sources[HERE / "driver.cpp"] = ["-std=c++17", "-O1"]
-    shared = [folder / f"{source.stem}.o" for source in sources]
-    sources |= {HERE / f"{target}.cpp": flags for target in targets}
+    main = {HERE / f"{target}.cpp": flags for target in targets}
+    everything = sources | main
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda s: _call([cxx, *sources[s], "-c", s, "-o", folder / f"{s.stem}.o"]), sources))
-    for target in targets:
+        made = pool.map(lambda s: compiling.object_of(cxx, s, everything[s], [f"-I{kernels}"]), everything)
+    objects = dict(zip(everything, map(str, made)))
+    for target, source in zip(targets, main):
         libraries = [*SANITIZERS, *(["-fsanitize=fuzzer"] if libfuzzer else [])]
-        _call([cxx, *libraries, folder / f"{target}.o", *shared, "-o", folder / target])
-
-
-def _call(command: list[str | Path]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}\n{result.stderr}")
+        compiling.run([cxx, *libraries, *(objects[s] for s in (source, *sources)), "-o", str(folder / target)])
 
 
 def fuzz(folder: Path, seconds: float, libfuzzer: bool, targets: tuple[str, ...] = TARGETS) -> dict[str, str]:
