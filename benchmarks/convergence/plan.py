@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tasks import FINE_TUNING
 from training import Job, Setting
 
 from ncz_plugins.core.config import PRESETS, Config
@@ -41,14 +42,16 @@ class Group(NamedTuple):
 
 _ADAMW = {PLAIN: 5, BALANCED: 5, SMALL: 5, ACCURATE: 3, BF16: 3, COARSE: 5, WIDE: 5, WIDE_SMALL: 5, WIDE_ACCURATE: 3}
 _MUON = {PLAIN: 5, BALANCED: 3, SMALL: 3, ACCURATE: 3, COARSE: 3, WIDE: 5, WIDE_SMALL: 3, WIDE_ACCURATE: 3}
+_MUON |= {NAMED["muon"]: 5, NAMED["muon-ddp"]: 3, FINE: 3, NEAREST: 3}
 _CNN = (PLAIN, BF16, ACCURATE, BALANCED, SMALL, COARSE, WIDE_ACCURATE, WIDE, WIDE_SMALL, FORMER, FED_MORE)
 _RATES = {**dict.fromkeys(RATES.values(), 5), **dict.fromkeys(RATES_AT_RANDOM.values(), 3)}
 GROUPS = (
     Group("GPT", "AdamW", 300, 2, {**_ADAMW, FORMER: 3, FED: 3, **_RATES}),
-    Group("GPT", "Muon", 300, 2, {**_MUON, NAMED["muon"]: 5, FINE: 3, NEAREST: 3, **dict.fromkeys(RATES.values(), 3)}),
+    Group("GPT", "Muon", 300, 2, {**_MUON, **dict.fromkeys(RATES.values(), 3)}),
     Group("digits CNN", "SGD", 150, 2, dict.fromkeys((*_CNN, *RATES.values(), *RATES_AT_RANDOM.values()), 20)),
     Group("GPT", "AdamW", 300, 8, {PLAIN: 3, BALANCED: 3, WIDE: 3, RATES[4]: 3, RATES_AT_RANDOM[4]: 3}),
     Group("GPT large", "AdamW", 2000, 2, {PLAIN: 1, BF16: 1, BALANCED: 1, WIDE: 1, WIDE_ACCURATE: 1}),
+    Group(FINE_TUNING, "AdamW", 200, 2, dict.fromkeys((PLAIN, ACCURATE, BALANCED), 4)),
 )
 
 

