@@ -197,12 +197,14 @@ def draw(found: list[Outcome], path: Path) -> None:
             if each.group == group and each.setting != plan.PLAIN:
                 other = FIXED_RATE_COLOR if each.setting.is_fixed_rate else "black"
                 color, place = COLORS.get(name_of(each.setting), other), (each.mean("ratio"), 100 * fmean(each.added))
-                is_open = each.setting in plan.RATES_AT_RANDOM.values()  # and says no name: those beside it do
+                is_open = each.setting in plan.RATES_AT_RANDOM.values()
                 panel.errorbar(
                     *place, 100 * each.interval, fmt="o", color=color, capsize=3, mfc="white" if is_open else color
                 )
-                name = "" if is_open else name_of(each.setting)
-                panel.annotate(name, place, (6, 4), textcoords="offset points", size=8)
+                # Bits as a number alone. Quantizers without a name stand in the notebook, open circles beside others.
+                name = f"{each.setting.bound:g}" if each.setting.is_fixed_rate else name_of(each.setting)
+                if name_of(each.setting) in COLORS or each.setting in (*plan.NAMED.values(), *plan.RATES.values()):
+                    panel.annotate(name, place, (5, 4), textcoords="offset points", size=8)
         panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
         panel.set(xlabel="times fewer bytes than fp32", ylabel="added to the loss, %")
         panel.margins(x=0.15)
