@@ -3,6 +3,8 @@
     make versions ARGS="-p 3.14"              environments with one Python
     make versions ARGS="-t torch-2.6.0"       environments with one torch
     make versions ARGS="-R -- -k ring"        a part of the tests, in the environments that are there; writes no table
+    make installed                            the wheel that `make wheels` left in dist/, with the oldest and the newest
+                                              Python and torch: `ncz info`, a call of two ranks, DeepSpeed
     make versions ARGS="-s deepspeed_master"  those of DeepSpeed alone, with its main branch, or with what the variable
                                               DEEPSPEED gives pip, such as a folder; writes no table
 
@@ -14,7 +16,9 @@ with torch for CUDA, and 15 minutes on two cores. Environment variables: TORCH_I
 """
 
 import os
+import platform
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -53,16 +57,27 @@ nox.options.default_venv_backend = "venv"
 @nox.session
 @nox.parametrize("python,torch", [nox.param(*pair, tags=[f"torch-{pair[1]}"]) for pair in ENVIRONMENTS])
 def tests(session: nox.Session, torch: str):
-    constraints = Path(session.create_tmp()) / "constraints.txt"
-    fixed = [line for line in CONSTRAINTS.splitlines() if line.partition("==")[0] not in OPEN]
-    constraints.write_text("\n".join([*fixed, f"torch=={torch}"]))
-    index = os.environ.get("TORCH_INDEX_URL")
-    session.install(f"torch=={torch}", *(["--index-url", index] if index else []))
+    constraints = install_torch(session, torch)
     cells = {column: run_column(session, column, constraints) for column in COLUMNS}
     if not session.posargs:
         write_row(session.python, torch, cells)
     if any("fail" in cell for cell in cells.values()):
         session.error(", ".join(f"{column}: {cell}" for column, cell in cells.items()))
+
+
+@nox.session(default=False)
+@nox.parametrize("python,torch", [ENVIRONMENTS[0], ENVIRONMENTS[-1]])
+def installed(session: nox.Session, torch: str):
+    """What is published works without a checkout: a wheel with its compiled library, in a folder with nothing else."""
+    [wheel] = (ROOT / "dist").glob(f"ncz_plugins-*{platform.machine()}.whl")
+    constraints = install_torch(session, torch)
+    session.install("-c", str(constraints), f"{wheel}[deepspeed]")
+    folder = Path(session.create_tmp())
+    program = shutil.copy(ROOT / "tests" / "integration" / "installed.py", folder)
+    alone = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    session.chdir(folder)
+    session.run("ncz", "info", env=alone)
+    session.run("torchrun", "--nproc-per-node", "2", program, env=alone)
 
 
 @nox.session(default=False)
@@ -77,6 +92,16 @@ def deepspeed_master(session: nox.Session):
     session.install("-c", str(released), "--no-build-isolation", source, env={"DS_BUILD_OPS": "0"})
     _, paths = COLUMNS["DeepSpeed"]
     session.run("pytest", *OPTIONS, *paths, "tests/integration/test_deepspeed_features.py", *session.posargs)
+
+
+def install_torch(session: nox.Session, torch: str) -> Path:
+    """Install this torch. Returns constraints of its environment: those that are tested together, but for torch."""
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    fixed = [line for line in CONSTRAINTS.splitlines() if line.partition("==")[0] not in OPEN]
+    constraints.write_text("\n".join([*fixed, f"torch=={torch}"]))
+    index = os.environ.get("TORCH_INDEX_URL")
+    session.install(f"torch=={torch}", *(["--index-url", index] if index else []))
+    return constraints
 
 
 def run_column(session: nox.Session, column: str, constraints: Path) -> str:

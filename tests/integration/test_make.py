@@ -36,6 +36,7 @@ ARGUMENTS = {
     "thirdparty": ["ARGS=--help"],
     "versions": ["ARGS=--list"],
     "wheels": ["ARGS=--help"],
+    "installed": ["ARGS=--list"],
     "docs": ["ARGS=--site-dir {}/site"],
 }
 
