@@ -143,17 +143,14 @@ class Link:
         Where a block is one row, its steps don't depend on the rank that the row goes to.
         """
         self._device.after(None)
-        cut = FRAME_ELEMENTS, True
-        nothing, sent, received = torch.empty(0), Layout.of([0, len(source)], *cut), Layout.of([len(source), 0], *cut)
+        none, going, coming = (Layout.of(n, FRAME_ELEMENTS, True) for n in ([0, 0], [0, len(source)], [len(source), 0]))
+        nothing = Window(torch.empty(0))
         ends = (
-            (CodedTensor(sent, Window(source)), CodedTensor(sent, output=Window(nothing))),
-            (
-                CodedTensor(received, Window(nothing)),
-                CodedTensor(received, output=Window(output)),
-            ),
+            (CodedTensor(going, Window(source)), CodedTensor(none, output=nothing)),
+            (CodedTensor(none, nothing), CodedTensor(coming, output=Window(output))),
         )
         sender, receiver = (
-            PiecesCodec(cut, rank, self._config, self._device, *each, Counters(), self._gbps, 0.0, noise)
+            PiecesCodec(rank, self._config, self._device, *each, Counters(), self._gbps, 0.0, noise)
             for rank, each in enumerate(ends)
         )
         (_, head), (place, _) = sender.heads[0], receiver.heads[1]

@@ -15,6 +15,7 @@ from .bypass import Bypass
 from .codec.layout import Layout, Window
 from .config import Config
 from .errors import memory_errors
+from .runtime.forecast import Forecast
 from .runtime.recorded import NEVER, RecordedCall
 from .runtime.statistics import Counters
 from .training.baseline import Baseline
@@ -23,7 +24,6 @@ from .training.policy import ParameterSlice
 from .training.rotation import Rotation
 from .transport.base import PlainCollectives
 from .transport.comparison import place_of
-from .transport.forecast import Forecast
 
 # Bytes that a bandwidth-optimal collective makes each rank send, on average, for `nbytes` of input.
 _PLAIN_BYTES = {

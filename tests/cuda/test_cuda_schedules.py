@@ -20,16 +20,16 @@ from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.group import Group
 from ncz_plugins.core.run import enter, queue, run
+from ncz_plugins.core.runtime import forecast
 from ncz_plugins.core.runtime.device import Gpu, Host
+from ncz_plugins.core.runtime.forecast import Forecast
 from ncz_plugins.core.runtime.recorded import RecordedCalls
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import direct, padded, ring
 from ncz_plugins.core.training.baseline import Baseline
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
-from ncz_plugins.core.transport import forecast
 from ncz_plugins.core.transport.base import replace_by_largest
-from ncz_plugins.core.transport.forecast import Forecast
 from ncz_plugins.core.transport.striped import StripedCollectives
 from ncz_plugins.core.transport.topology import Nodes
 from ncz_plugins.kernels.cuda import CudaBackend

@@ -8,9 +8,9 @@ from ...kernels.backend import Backend
 from ...kernels.format import Coder, Coding, Noise, Predictor, SelectorCosts
 from ..config import CoderCosts, Config
 from ..runtime.device import Device
+from ..runtime.forecast import Forecast
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
-from ..transport.forecast import Forecast
 from .coded_tensor import CodedTensor
 from .gpu_codec import GpuCodec, Outcome
 from .quantize import Scales

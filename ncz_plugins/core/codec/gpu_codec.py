@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import Sum
+from ..runtime.forecast import Forecast
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.trace import span
-from ..transport.forecast import Forecast
 from .tensor_codec import FrameId, FrameSum, QuantizingCodec, frame_errors, name_of
 
 BATCH_ELEMENTS = 1 << 24  # elements that are coded together: a larger batch would take several launches anyway

@@ -1,7 +1,7 @@
 """Calls on a GPU whose launches are recorded and replayed, so that the host has next to nothing to do.
 
 Frameworks pass the same tensors again and again: DDP's and DeepSpeed's buckets. Once the lengths of frames are forecast
-(see transport/forecast.py), a call launches the same kernels with the same arguments as the one before, but for the
+(see forecast.py), a call launches the same kernels with the same arguments as the one before, but for the
 random numbers. So launches are recorded in stages, between which the host acts: it gathers, and learns the outcome.
 
 1. `RecordedCalls.of` finds what was recorded for the addresses, settings and lengths of a call.

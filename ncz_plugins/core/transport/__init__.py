@@ -35,6 +35,5 @@ Ranks and nodes:
 
 Speed:
 
-- forecast.py: the expected lengths of frames.
 - gpu_speed.py: the speed of uncompressed calls on GPUs, measured.
 """

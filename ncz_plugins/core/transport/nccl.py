@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import FrameError, PeerError, UnsupportedError
+from ..runtime.forecast import Forecasts
 from ..runtime.process import keep_in_forks
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
@@ -29,7 +30,6 @@ from ..runtime.worker import Worker
 from .base import FrameStream, Tag, Transport, Work, peer_errors, replace_by_largest
 from .comparison import RankComparison
 from .connections import Connections
-from .forecast import Forecasts
 from .nccl_classes import make_nccl_group, set_timeout
 from .striped import StripedCollectives
 

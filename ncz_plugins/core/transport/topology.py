@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from ..runtime.forecast import Forecasts
 from ..runtime.statistics import Counters
 from .base import FrameStream, FrameTransport, Transport, peer_errors
-from .forecast import Forecasts
 from .handshake import children_of
 from .subset import SubsetCollectives
 

@@ -48,14 +48,15 @@ class _Chunks:
     """Memory on one device that is taken from the start, and not given back.
 
     Args:
-        new: makes a chunk: `torch.empty` or `torch.zeros`.
+        device: where it is.
         least: bytes of a chunk.
+        has_zeros: whether new chunks hold zeros.
     """
 
-    def __init__(self, new: Callable[..., Tensor], device: torch.device, least: int):
-        self._new = new
+    def __init__(self, device: torch.device, least: int, has_zeros: bool = False):
         self._device = device
         self._least = least
+        self._has_zeros = has_zeros
         self.all: list[Tensor] = []  # kept, as recordings hold addresses in them
         self.restart()
 
@@ -69,7 +70,11 @@ class _Chunks:
         while self._chunk < len(self.all) and self._used + size > self.all[self._chunk].numel():
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self.all):
-            self.all.append(self._new(max(size, self._least), dtype=torch.uint8, device=self._device))
+            longest = max(size, self._least)
+            if self._has_zeros:
+                self.all.append(torch.zeros(longest, dtype=torch.uint8, device=self._device))
+            else:
+                self.all.append(torch.empty(longest, dtype=torch.uint8, device=self._device))
         start, self._used = self._used, self._used + size
         return self.all[self._chunk][start : start + nbytes]
 
@@ -81,8 +86,8 @@ class Arena:
     """
 
     def __init__(self, device: torch.device):
-        self._memory = _Chunks(torch.empty, device, _MIN_CHUNK_BYTES)
-        self._zeros = _Chunks(torch.zeros, device, _MIN_ZEROS_BYTES)
+        self._memory = _Chunks(device, _MIN_CHUNK_BYTES)
+        self._zeros = _Chunks(device, _MIN_ZEROS_BYTES, has_zeros=True)
 
     def restart(self) -> None:
         """Begin a call, on the current stream: all memory is free, and what holds zeros does so again."""

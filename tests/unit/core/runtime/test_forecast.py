@@ -1,6 +1,6 @@
 """What is expected of frames, by those of four calls."""
 
-from ncz_plugins.core.transport.forecast import Forecast, Forecasts
+from ncz_plugins.core.runtime.forecast import Forecast, Forecasts
 
 
 def forecast_of(*calls: list[int]) -> list[int] | None:
