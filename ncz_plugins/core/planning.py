@@ -210,6 +210,7 @@ def _schedule_of(group: Group, call: Call, nodes: Nodes | None) -> str:
 
 def _flat(tensor: Tensor, start: int = 0) -> Window:
     """A tensor in one dimension, of which autograd knows nothing, as the elements of a layout from `start` on."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = (
+        tensor.detach()
+    )  # what is no parameter may still be a view that may not be written to, of one under no_grad
     return Window(tensor if tensor.dim() == 1 else tensor.view(-1), start)  # a view takes 2 us

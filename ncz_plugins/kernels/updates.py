@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .arrays import NAMES, bytes_of, device_of, is_on_host
-from .backend import Backend
+from .backend import Backend, HostBackend
 from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
 from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
 from .scratch import Scratch
@@ -65,7 +65,7 @@ def decode_update(
 
     Raises DamagedFrame unless every byte is valid. `out` is unchanged then.
     """
-    is_change = base is not None and NAMES[out.dtype] in COUNTED and is_on_host(out)
+    is_change = base is not None and NAMES[out.dtype] in COUNTED and isinstance(backend, HostBackend)
     if is_change and backend.decode_changes(frame, base, out, digests):
         return
     before = None if digests is None else backend.digest(base)
