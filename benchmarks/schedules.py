@@ -1,11 +1,12 @@
 """Schedules side by side: seconds of all-reduces, plain and by direct, ring and halving, on 8 and 16 ranks.
 
-    sudo .venv/bin/python -m benchmarks.schedules [--ranks 8,16] [--links 100mbit,1gbit,far] [--json FILE]
+    sudo .venv/bin/python -m benchmarks.schedules [--ranks 8,16] [--links 100mbit,far-1gbit] [--json FILE]
 
-Each rank is in a network namespace behind a link of its own: of the laboratory, or `far`, with a round trip of 50 ms
-and no limit but that of the relay of `benchmarks.connections`. One communicator for each schedule, which take turns.
-Seconds are the median over rounds of the slowest rank's. All tensors are compressed. What FILE has of other ranks and
-links stays there. Wants root; `far` /dev/net/tun.
+Each rank is in a network namespace behind a link of its own: of the laboratory, or far, with a round trip of 50 ms by
+the relay of `benchmarks.connections`; what a rank sends is limited there, and not what it receives. One communicator
+for each schedule, which take turns. Seconds are the median over rounds of the slowest rank's. All tensors are
+compressed. What FILE has of other ranks and links stays there; the committed one becomes the table of its page. Wants
+root; far links /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import platform
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +31,8 @@ from rich.table import Table
 import ncz_plugins
 from benchmarks.connections import Way, relayed
 from benchmarks.laboratory.launch import run
-from benchmarks.laboratory.link import Node, link
+from benchmarks.laboratory.link import Node, bits_per_second, limit_sending, link
+from benchmarks.weights import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import emitter
 from ncz_plugins.core.config import format_size
@@ -38,7 +41,11 @@ from ncz_plugins.core.whole_files import write_whole
 SCHEDULES = ("direct", "ring", "halving")
 SIZES = (128 << 10, 1 << 20, 16 << 20)
 ROUNDS = 7  # the first does not count
-LINKS_GBPS = {"100mbit": 0.1, "1gbit": 1.0, "far": 1.0}  # what the configuration says, for the choice of coders
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "benchmarks" / "results" / "schedules.json"
+PAGE, MARKS = ROOT / "docs" / "results" / "planning.md", ("<!-- schedules -->", "<!-- end of schedules -->")
+RATES = "100mbit", "1gbit"
+LINKS = (*RATES, *(f"far-{rate}" for rate in RATES))
 
 
 def worker(gbps: float) -> None:
@@ -72,15 +79,25 @@ def worker(gbps: float) -> None:
     dist.destroy_process_group()
 
 
-def behind(name: str, ranks: int) -> AbstractContextManager[list[Node]]:
-    """The nodes behind such links."""
-    return relayed(Way(name, 0.0, 0.025), ranks) if name == "far" else link(ranks, name)
+@contextmanager
+def behind(name: str, ranks: int) -> Iterator[list[Node]]:
+    """The nodes behind such links. Far ones are limited in what they send."""
+    rate = name.removeprefix("far-")
+    if name == rate:
+        with link(ranks, rate) as nodes:
+            yield nodes
+        return
+    with relayed(Way(name, 0.0, 0.025), ranks) as nodes:
+        for node in nodes:
+            limit_sending(node.pid, node.interface, bits_per_second(rate))
+        yield nodes
 
 
 def measured(ranks: int, name: str) -> list[dict]:
     records: list[dict] = []
+    gbps = bits_per_second(name.removeprefix("far-")) / 1e9  # what the configuration says, for the choice of coders
     with tempfile.TemporaryDirectory() as folder, behind(name, ranks) as nodes:
-        command = [sys.executable, "-m", "benchmarks.schedules", "--worker", str(LINKS_GBPS[name])]
+        command = [sys.executable, "-m", "benchmarks.schedules", "--worker", str(gbps)]
         run(command, ranks, Path(folder) / "records", nodes=nodes, on_record=records.append, timeout=300)
     return [{"ranks": ranks, "link": name} | record for record in records]
 
@@ -94,10 +111,22 @@ def table(records: list[dict]) -> Table:
     return found
 
 
+def markdown(records: list[dict]) -> str:
+    """The table of the page: milliseconds."""
+    columns = "plain", *SCHEDULES
+    lines = [["ranks", "link", "size", *columns], ["---"] * (3 + len(columns))]
+    for record in sorted(records, key=lambda each: (each["ranks"], LINKS.index(each["link"]), each["bytes"])):
+        milliseconds = [f"{1e3 * median(record['seconds'][name]):,.0f}" for name in columns]
+        rate = record["link"].removeprefix("far-").replace("100mbit", "100 Mbit/s").replace("1gbit", "1 Gbit/s")
+        link_name = f"far, {rate}" if record["link"].startswith("far-") else rate
+        lines.append([str(record["ranks"]), link_name, format_size(record["bytes"]), *milliseconds])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,16", metavar="NUMBERS")
-    parser.add_argument("--links", default="100mbit,1gbit,far", metavar="NAMES")
+    parser.add_argument("--links", default=",".join(LINKS), metavar="NAMES")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -119,6 +148,8 @@ def main() -> None:
                     "records": records,
                 }
                 write_whole(options.json, (json.dumps(whole, indent=1) + "\n").encode())
+    if options.json and options.json.resolve() == COMMITTED:
+        put_into(PAGE, markdown(records), MARKS)
 
 
 if __name__ == "__main__":

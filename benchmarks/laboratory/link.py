@@ -97,8 +97,8 @@ def link(nodes: int, rate: str | None = None) -> Iterator[list[Node]]:
         for node in network:
             _connect(switch, node)
             if limit:
-                _limit(node.pid, node.interface, limit)  # what it sends
-                _limit(switch, node.name, limit)  # what it receives
+                limit_sending(node.pid, node.interface, limit)  # what it sends
+                limit_sending(switch, node.name, limit)  # what it receives
         yield network
 
 
@@ -157,7 +157,7 @@ def burst_bytes(limit: float) -> int:
     return max(_BURST_BYTES, round(_BURST_SECONDS * limit / 8))
 
 
-def _limit(pid: int, interface: str, limit: float) -> None:
+def limit_sending(pid: int, interface: str, limit: float) -> None:
     """Limit an interface to sending `limit` bits per second."""
     bucket = ["tbf", "rate", f"{limit:.0f}bit", "burst", f"{burst_bytes(limit)}b", "latency", _QUEUE]
     _run(pid, ["tc", "qdisc", "add", "dev", interface, "root", *bucket])

@@ -6,7 +6,7 @@ import re
 import pytest
 from repository import ROOT
 
-from benchmarks import codec_table, gains, patch_files, performance, remake, weight_ways, weights
+from benchmarks import codec_table, gains, patch_files, performance, remake, schedules, weight_ways, weights
 
 
 def committed(name):
@@ -32,6 +32,10 @@ def test_performance():
     page = performance.PAGE.read_text()
     for name, table in performance.TABLES.items():
         assert f"<!-- {name} -->\n{table()}\n<!-- end of {name} -->" in page
+
+
+def test_schedules():
+    assert schedules.markdown(committed("schedules.json")["records"]) in schedules.PAGE.read_text()
 
 
 def test_weights():
