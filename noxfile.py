@@ -133,8 +133,8 @@ def cell_of(report: Path) -> str:
 def write_row(python: str, torch: str, cells: dict[str, str]):
     """Replace the row of an environment, and drop rows of environments that are no longer in the list."""
     before, header, *rest = re.split(r"(?m)^(\| Python .*\n\|[-|]*\n)", PAGE.read_text())
-    rows = dict(re.findall(r"(?m)^(\| \S+ \| \S+ \|)(.*\n)", rest[0]))
-    after = re.sub(r"(?m)^\|.*\n", "", rest[0])
+    table, after = re.fullmatch(r"((?:\|[^\n]*\n)*)(.*)", rest[0], re.DOTALL).groups()
+    rows = dict(re.findall(r"(?m)^(\| \S+ \| \S+ \|)(.*\n)", table))
     rows[f"| {python} | {torch} |"] = f" {' | '.join(cells.values())} |\n"
     names = [f"| {python} | {torch} |" for python, torch in ENVIRONMENTS]
     header = f"| Python | torch | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 2)}\n"
