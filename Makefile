@@ -41,7 +41,7 @@ quick: setup-tools  ## the tests that start no processes, in 3 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes and not slow" tests/unit $(ARGS)
 
 # More workers than cores take longer: the processes that tests start then wait for each other.
-test: setup  ## all tests, in 21 minutes on two cores
+test: setup  ## all tests, in 16 minutes on two cores
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=10 --require-packages $(ARGS)
 
 # The processes that tests start are measured as well (patch in .coveragerc), wherever they run: so an absolute path.
