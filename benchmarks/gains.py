@@ -7,18 +7,17 @@ Calls are all-reduces of 64 MiB between 2 ranks, steps those of a GPT of 25 M pa
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.performance import LINKS, read
 from benchmarks.weights import put_into
 from ncz_plugins.cli.output import duration
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE, PICTURE = ROOT / "docs" / "index.md", ROOT / "docs" / "images" / "gains.png"
 CALLS = "perf-default-2-ranks"
-LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+SHOWN_LINKS = "100mbit", "1gbit", "10gbit"
 STEPS = (  # file, framework, name of the run with 16 bits
     ("end-to-end", "DeepSpeed", "bf16"),
     ("end-to-end", "Horovod", "fp16"),
@@ -54,13 +53,13 @@ class Gain(NamedTuple):
 def gains() -> list[Gain]:
     """What the committed files hold, in the order of the picture."""
     found = []
-    records = json.loads((RESULTS / f"{CALLS}.json").read_text())["records"]
+    records = read(CALLS)["records"]
     largest = max(record["size"] for record in records)
-    for link, where in LINKS.items():
+    for link in SHOWN_LINKS:
         times = {r["peer"]: r["time_us"] / 1e6 for r in records if (r["link"], r["size"]) == (link, largest)}
-        found.append(Gain(CALL, where, times["plain"], times["ncz"], None))
+        found.append(Gain(CALL, LINKS[link], times["plain"], times["ncz"], None))
     for file, framework, half in STEPS:
-        runs = json.loads((RESULTS / f"{file}.json").read_text())["runs"]
+        runs = read(file)["runs"]
         times = {run["name"]: run["step_seconds"] for run in runs if run["framework"] == framework}
         found.append(Gain(STEP, framework, times["plain"], times["ncclz"], times[half]))
     return found

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.weights import put_into
 from ncz_plugins.cli.output import duration
+from ncz_plugins.core.config import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,11 +55,6 @@ def rows_of(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
 
 
-def binary(nbytes: int) -> str:
-    """16384 is "16 KiB"."""
-    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
-
-
 def by_cell(name: str) -> dict[tuple[str, int], dict[str, Record]]:
     """What `ncz perf` measured: by link and bytes, then by peer."""
     cells: dict[tuple[str, int], dict[str, Record]] = {}
@@ -79,7 +75,7 @@ def by_default() -> str:
     for ranks in (2, 4):
         cells = by_cell(f"perf-default-{ranks}-ranks")
         for size in sorted({size for _, size in cells}):
-            rows.append([str(ranks), binary(size), *(factor(cells[link, size]["ncz"]) for link in LINKS)])
+            rows.append([str(ranks), format_size(size), *(factor(cells[link, size]["ncz"]) for link in LINKS)])
     return rows_of(["ranks", "size", *LINKS.values()], rows)
 
 
@@ -94,7 +90,7 @@ def all_to_all() -> str:
             texts = [
                 ", ".join([factor(each["ncz"]), *(factor(each[cast]) for cast in ("fp16", "fp8"))]) for each in found
             ]
-            rows.append([str(ranks), binary(size), *texts])
+            rows.append([str(ranks), format_size(size), *texts])
     first, *others = (LINKS[link] for link in links)
     return rows_of(["ranks", "size", f"{first}: ours, fp16, FP8", *others], rows)
 
@@ -119,7 +115,7 @@ def small_calls() -> str:
     rows = []
     for (ranks, size), found in cells.items():
         texts = [f"{each['plain_us'] / 1e3:.2f}, {each['ncz_us'] / 1e3:.2f} ms" for _, each in sorted(found.items())]
-        rows.append([str(ranks), binary(size), *texts])
+        rows.append([str(ranks), format_size(size), *texts])
     return rows_of(["ranks", "size", "one call: gloo, ours", "50 in a row, each: gloo, ours"], rows)
 
 

@@ -30,6 +30,7 @@ from scipy.optimize import least_squares
 from benchmarks import end_to_end
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import UNLIMITED, burst_bytes, link
+from benchmarks.weights import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.picture import finish, in_seconds, logarithmic, new_figure, save_figure
 from ncz_plugins.cli.plan.catalogue import load
@@ -40,7 +41,7 @@ from ncz_plugins.cli.plan.simulation.fleet import Link, Racks
 from ncz_plugins.cli.plan.step import Setup, predict
 from ncz_plugins.cli.plan.strategy import sendings
 from ncz_plugins.cli.plan.workload import Interval, Workload
-from ncz_plugins.core.config import Config, MiB
+from ncz_plugins.core.config import Config, MiB, format_size
 from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,7 +224,7 @@ def validate() -> None:
         "steps": steps,
     }  # fmt: skip
     NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
-    _write_between(MARKS, figures(document))
+    put_into(PAGE, figures(document), MARKS)
     _draw(compared, steps)
     _print(document)
 
@@ -392,7 +393,7 @@ def simulate() -> None:
                     seconds = _simulated(costs, schedule, ranks, nbytes, case)
                     found.append({"nbytes": nbytes, "case": case.name, "ranks": ranks, "schedule": schedule,
                                   "seconds": float(f"{seconds:.4g}")})  # fmt: skip
-            print(f"{time.monotonic() - begun:4.0f} s: {_name(nbytes)}, {case.name}", flush=True)
+            print(f"{time.monotonic() - begun:4.0f} s: {format_size(nbytes)}, {case.name}", flush=True)
     document = {
         "command": "python -m benchmarks.plan simulate",
         "version": __version__,
@@ -404,7 +405,7 @@ def simulate() -> None:
     }
     RANKS_NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
     _draw_ranks(found)
-    _write_between(RANKS_MARKS, _table_of_ranks(found))
+    put_into(PAGE, _table_of_ranks(found), RANKS_MARKS)
 
 
 def _simulated(costs: Costs, schedule: str, ranks: int, nbytes: int, case: Case) -> float:
@@ -422,10 +423,6 @@ def _simulated(costs: Costs, schedule: str, ranks: int, nbytes: int, case: Case)
     return calls.compressed(group, "all_reduce", nbytes, Config(transport=transport)).seconds
 
 
-def _name(nbytes: int) -> str:
-    return f"{nbytes // MiB} MiB" if nbytes >= MiB else f"{nbytes >> 10} KiB"
-
-
 def _table_of_ranks(found: list[dict[str, Any]]) -> str:
     """Milliseconds of each schedule, by case, size and some numbers of ranks."""
     seconds = {(each["case"], each["nbytes"], each["ranks"], each["schedule"]): each["seconds"] for each in found}
@@ -435,14 +432,8 @@ def _table_of_ranks(found: list[dict[str, Any]]) -> str:
             for ranks in _SHOWN_RANKS:
                 cells = [seconds.get((case.name, nbytes, ranks, schedule)) for schedule in _COLORS]
                 shown = ["" if each is None else f"{1e3 * each:,.0f} ms" for each in cells]
-                lines.append(f"| {_name(nbytes)}, {case.name} | {ranks:,} | {' | '.join(shown)} |")
+                lines.append(f"| {format_size(nbytes)}, {case.name} | {ranks:,} | {' | '.join(shown)} |")
     return "\n".join(lines)
-
-
-def _write_between(marks: tuple[str, str], text: str) -> None:
-    """Replace what stands between two marks of the page."""
-    before, after = (PAGE.read_text().split(mark)[at] for mark, at in zip(marks, (0, 1)))
-    PAGE.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}")
 
 
 def _draw_ranks(found: list[dict[str, Any]]) -> None:
@@ -461,7 +452,7 @@ def _draw_ranks(found: list[dict[str, Any]]) -> None:
         logarithmic(axes.xaxis)
         logarithmic(axes.yaxis)
         in_seconds(axes.yaxis)
-        finish(axes, f"{_name(nbytes)}, {case.name}", columns=5)
+        finish(axes, f"{format_size(nbytes)}, {case.name}", columns=5)
     save_figure("RANKS_PICTURE", RANKS_PICTURE, figure)
 
 

@@ -32,6 +32,8 @@ import ncz_plugins
 from benchmarks.connections import Way, relayed
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import Node, bits_per_second, limit_sending, link
+from benchmarks.performance import LINKS as PAGE_LINKS
+from benchmarks.performance import rows_of
 from benchmarks.weights import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import emitter
@@ -114,13 +116,13 @@ def table(records: list[dict]) -> Table:
 def markdown(records: list[dict]) -> str:
     """The table of the page: milliseconds."""
     columns = "plain", *SCHEDULES
-    lines = [["ranks", "link", "size", *columns], ["---"] * (3 + len(columns))]
+    rows = []
     for record in sorted(records, key=lambda each: (each["ranks"], LINKS.index(each["link"]), each["bytes"])):
         milliseconds = [f"{1e3 * median(record['seconds'][name]):,.0f}" for name in columns]
-        rate = record["link"].removeprefix("far-").replace("100mbit", "100 Mbit/s").replace("1gbit", "1 Gbit/s")
-        link_name = f"far, {rate}" if record["link"].startswith("far-") else rate
-        lines.append([str(record["ranks"]), link_name, format_size(record["bytes"]), *milliseconds])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rate = record["link"].removeprefix("far-")
+        where = f"far, {PAGE_LINKS[rate]}" if rate != record["link"] else PAGE_LINKS[rate]
+        rows.append([str(record["ranks"]), where, format_size(record["bytes"]), *milliseconds])
+    return rows_of(["ranks", "link", "size", *columns], rows)
 
 
 def main() -> None:

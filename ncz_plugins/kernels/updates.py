@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arrays import NAMES, bytes_of, device_of, is_on_host
+from .arrays import NAMES, bytes_of, device_of
 from .backend import Backend, HostBackend
 from .format import HEADER, HEADER_BYTES, Coder, Coding, max_frame_bytes
 from .lossless import decode_floats, encode_byte_changes, encode_floats, max_lossless_bytes
@@ -79,7 +79,7 @@ def _decode(backend: Backend, frame: Array, base: Array | None, out: Array) -> N
     coder = _coder_of(frame)
     if base is None or NAMES[out.dtype] not in COUNTED or coder == Coder.SPLIT:
         return decode_floats(backend, frame, out, base)
-    if coder == Coder.SPARSE and is_on_host(out):  # GPUs' kernels refuse it
+    if coder == Coder.SPARSE and isinstance(backend, HostBackend):  # GPUs' kernels refuse it
         return decode_sparse(backend, frame, base, out)
     codes = _scratch.of("differences", len(out), "int32", device_of(out))
     backend.decode_codes(frame, codes)

@@ -304,9 +304,7 @@ class Mesh:
     def _ready(self, milliseconds: float) -> list[_Connection]:
         """The connections that can receive or send, once there are any or the time is over."""
         for connection in self._in_use:
-            wanted = select.POLLIN * bool(connection.incoming) | select.POLLOUT * bool(connection.outgoing)
-            if wanted != connection.polled:  # seldom: a call for each would take longer than the poll
-                connection.update_poll(self._poll)
+            connection.update_poll(self._poll)
         events = self._poll.poll(milliseconds)
         heard = time.monotonic()
         ready = []
@@ -555,7 +553,6 @@ class _Connection:
         outgoing, incoming: messages that are not over, oldest first.
         is_full: True if the socket took no more bytes when it was last tried.
         heard: time when the socket last sent or took something, or a wait for it began, in seconds of `time.monotonic`.
-        polled: the events that are polled for.
     """
 
     def __init__(self, rank: int, name: int, opened: socket.socket):
@@ -565,7 +562,7 @@ class _Connection:
         self.outgoing: deque[Outgoing] = deque()
         self.incoming: deque[Incoming] = deque()
         self._lost: OSError | PeerError | None = None  # the error that ended the connection
-        self.polled = 0
+        self._polled = 0  # the events that are polled for
         self.is_full = False
         self.heard = 0.0
         opened.setblocking(False)
@@ -590,13 +587,13 @@ class _Connection:
         wanted = 0
         if self._lost is None:
             wanted = (select.POLLIN if self.incoming else 0) | (select.POLLOUT if self.outgoing else 0)
-        if wanted == self.polled:
+        if wanted == self._polled:
             return
         if wanted:
             poll.register(self.socket, wanted)
         else:
             poll.unregister(self.socket)
-        self.polled = wanted
+        self._polled = wanted
 
     def send(self, parts: Sequence[Memory]) -> Outgoing:
         """Start to send a message, after earlier ones."""
