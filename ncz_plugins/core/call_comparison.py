@@ -82,7 +82,7 @@ def tell_pieces(
         most_rows, _ = require_same_pieces(call.collective, of_ranks.tobytes(), tuple(ranks))
         return Told(most_rows * bytes_of_row, False)
 
-    outgoing = incoming = [memoryview(b"")] * transport.world_size
+    outgoing = incoming = [memoryview(bytearray())] * transport.world_size
     if call.largest_piece <= most:
         outgoing, incoming = memory_of_pieces(call)
     elif isinstance(codec, PiecesCodec):
@@ -93,8 +93,6 @@ def tell_pieces(
 
     most_rows, largest_rows = require_same_pieces(call.collective, told, tuple(ranks))
     call.has_arrived = max(largest_rows) * bytes_of_row <= most
-    if call.has_arrived:
-        incoming[transport.rank][:] = outgoing[transport.rank]
     return Told(most_rows * bytes_of_row, min(largest_rows) * bytes_of_row > most)
 
 

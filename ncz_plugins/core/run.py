@@ -595,9 +595,7 @@ def _move_plain(call: Call, transport: Transport) -> None:
         call.start_plain(transport.plain if call.plain is None else call.plain).wait()
         return
     if not call.has_arrived:
-        outgoing, incoming = memory_of_pieces(call)
-        incoming[transport.rank][:] = outgoing[transport.rank]
-        transport.exchanges.send(outgoing, incoming)
+        transport.exchanges.send(*memory_of_pieces(call))
 
 
 def count_plain(group: Group, call: Call) -> None:

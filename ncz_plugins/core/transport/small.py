@@ -200,6 +200,8 @@ class Exchanges:
     ) -> bytes:
         """Compare calls, and tell all ranks numbers in which they may differ. Bytes for each rank travel along.
 
+        What this rank has for itself is copied.
+
         Args:
             numbers: of this rank, as many bytes as the others have.
             outgoing: the bytes for each rank, which may be none.
@@ -216,6 +218,8 @@ class Exchanges:
         rows[rank][:] = numbers
         largest = max(map(len, incoming))
         exchange.receive(0, size + max(largest, MAX_BYTES_WITH_COMPARISON), list(zip(rows, incoming)))
+        if len(incoming[rank]) == len(outgoing[rank]):  # else an error follows
+            incoming[rank][:] = outgoing[rank]  # while the others' travel
         counters.wire_bytes += sum(map(len, outgoing)) - len(outgoing[rank])
         counters.wire_bytes += (ranks - 1) * (len(comparison.told) + size)
         with span("wait", size, counters):
@@ -229,8 +233,10 @@ class Exchanges:
         return bytes(told)
 
     def send(self, outgoing: Sequence[Memory], incoming: Sequence[Memory]) -> None:
-        """Send each rank its bytes, and receive those of the others. Ranks must have compared the sizes before."""
-        require_received(self._mesh.start(outgoing, 0, max(map(len, incoming)), incoming).wait())
+        """Send each rank its bytes, also this one, and receive theirs. Ranks must have compared the sizes before."""
+        exchange = self._mesh.start(outgoing, 0, max(map(len, incoming)), incoming)
+        incoming[self._rank][:] = outgoing[self._rank]  # while the others' travel
+        require_received(exchange.wait())
 
 
 class SmallMessages:
