@@ -1,4 +1,7 @@
-"""Forks, process groups that end and begin again, and what runs out: errors instead of hangs, and no leaks."""
+"""Forks, process groups that end and begin again, and what runs out: errors instead of hangs, and no leaks.
+
+Where several communicators or calls are made anyway, some halve, and the others have the schedule of two ranks, direct.
+"""
 
 import gc
 import os
@@ -6,6 +9,7 @@ import resource
 import time
 import warnings
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +19,9 @@ from scenarios import on_ranks, ranks
 
 from ncz_plugins import Communicator, NczError
 from ncz_plugins.cli.perf.launch import free_port
+from ncz_plugins.core.transport import mesh
 
+SCHEDULES = ("direct", "halving")
 SOON = 20.0  # seconds; the time-out is half an hour
 WARMUP, CYCLES = 10, 100
 MiB = 1 << 20
@@ -57,8 +63,9 @@ def in_fork(call) -> str:
 
 
 @two_ranks
-def test_a_fork_gets_an_error_at_once_and_its_parent_goes_on(group):
-    config = {"quantizer": {"kind": "error_bound"}, "transport": {"timeout_seconds": 60}}
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_fork_gets_an_error_at_once_and_its_parent_goes_on(group, schedule):
+    config = {"quantizer": {"kind": "error_bound"}, "transport": {"timeout_seconds": 60, "schedule": schedule}}
     with Communicator(config, group) as communicator:
         tensor = values(rank, 100_000)
         communicator.all_reduce(tensor)
@@ -89,9 +96,9 @@ def test_a_communicator_takes_four_descriptors_with_one_peer_and_three_threads(g
     The first one may take what gloo listens with as well: four descriptors and a thread.
     """
     communicators, served = [], world_size if rank == 0 else 0
-    for extra_files, extra_threads in ((4, 1), (0, 0), (0, 0)):
+    for schedule, extra_files, extra_threads in (("direct", 4, 1), ("ring", 0, 0), ("halving", 0, 0)):
         before = held()
-        communicators.append(Communicator(group=group))
+        communicators.append(Communicator({"transport": {"schedule": schedule}}, group))
         for numel in (10, 100_000, 4_000_000):
             communicators[-1].all_reduce(values(rank, numel), async_op=True).wait()
             communicators[-1].all_reduce(torch.ones(numel, dtype=torch.int64))
@@ -105,8 +112,8 @@ def test_a_communicator_takes_four_descriptors_with_one_peer_and_three_threads(g
 def test_communicators_that_are_dropped_leave_nothing_behind_without_a_collection_of_garbage(group):
     before = held()
     gc.disable()
-    for _ in range(20):
-        communicator = Communicator(group=group)
+    for schedule in 10 * SCHEDULES:
+        communicator = Communicator({"transport": {"schedule": schedule}}, group)
         communicator.all_reduce(values(rank, 100_000), async_op=True).get_future().wait()
         del communicator
     deadline = time.monotonic() + 20  # threads end by themselves, soon
@@ -138,12 +145,30 @@ def test_a_rank_that_may_open_too_few_descriptors_says_so_and_the_others_hear_of
     assert attempt(partial(Communicator, group=group)) == "fine"
 
 
+@two_ranks
+def test_a_rank_that_may_open_too_few_for_its_first_halving_says_so_and_the_others_hear_of_it(group):
+    """Many ranks connect for frames when a schedule needs them."""
+    with patch.object(mesh, "MOST_RANKS", 1):
+        communicator = Communicator({"transport": {"schedule": "halving", "min_bytes": 0}}, group)
+    dist.barrier(group)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == world_size - 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+    found = attempt(partial(communicator.all_reduce, values(rank, 100_000)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    if rank == world_size - 1:
+        assert found.startswith("UnsupportedError: connecting 2 ranks takes up to "), found
+        assert "run `ulimit -n " in found
+    else:
+        assert found.startswith("PeerError: rank 1 has failed: UnsupportedError('connecting 2 ranks takes up"), found
+
+
 # ---------------------------------------------------------------- no memory
 
 
 @two_ranks
 def test_a_rank_without_memory_for_frames_says_so_and_the_others_hear_of_it(group):
-    found = [out_of_memory(megabytes, group) for megabytes in (1, 8)]
+    found = [out_of_memory(*case, group) for case in ((1, "direct"), (1, "halving"), (8, "direct"))]
     found_by_all = [None] * world_size
     dist.all_gather_object(found_by_all, found, group)
     others, last = found_by_all
@@ -157,9 +182,10 @@ def test_a_rank_without_memory_for_frames_says_so_and_the_others_hear_of_it(grou
     same_on_all_ranks(digest(after), group)
 
 
-def out_of_memory(megabytes: float, group) -> str:
+def out_of_memory(megabytes: float, schedule: str, group) -> str:
     """An all-reduce with so little memory left on the last rank, in large frames."""
-    config = {"transport": {"timeout_seconds": 60, "frame_bytes": "64MiB"}, "quantizer": {"kind": "lossless"}}
+    transport = {"timeout_seconds": 60, "frame_bytes": "64MiB", "schedule": schedule}
+    config = {"transport": transport, "quantizer": {"kind": "lossless"}}
     communicator = Communicator(config, group)
     tensor = values(rank, 16 * MiB)
     communicator.all_reduce(tensor[:100_000])  # now all threads run
@@ -181,11 +207,11 @@ def out_of_memory(megabytes: float, group) -> str:
 # ---------------------------------------------------------------- a hundred lives
 
 
-def cycle(port: int) -> str:
-    """A process group from its beginning to its end, and a communicator in it."""
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+def cycle(store: dist.Store, schedule: str) -> str:
+    """A process group from its beginning to its end, and a communicator in it. That which halves measures no link."""
+    transport = {"schedule": schedule, "min_bytes": 0, "link_gbps": 1 if schedule == "halving" else None}
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    with Communicator() as communicator:
+    with Communicator({"transport": transport}) as communicator:
         tensor = values(rank, 100_000)
         communicator.all_reduce(tensor)
     dist.barrier()
@@ -193,19 +219,20 @@ def cycle(port: int) -> str:
     return digest(tensor)
 
 
-def live_a_hundred_times(ports: list[int]) -> dict:
+def live_a_hundred_times(port: int) -> dict:
     """What this rank holds after that more than before, and how many different results it got."""
     torch.set_num_threads(1)
-    digests = {cycle(port) for port in ports[:WARMUP]}
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)  # one, as it takes longer than all else of a life
+    lives = [(dist.PrefixStore(f"{n}", store), SCHEDULES[n % 2]) for n in range(WARMUP + CYCLES)]
+    digests = {cycle(*life) for life in lives[:WARMUP]}
     before = held()
-    digests |= {cycle(port) for port in ports[WARMUP:]}
+    digests |= {cycle(*life) for life in lives[WARMUP:]}
     after = held()
     return {"more": {name: after[name] - before[name] for name in before}, "results": len(digests)}
 
 
 def test_a_hundred_process_groups_and_communicators_leave_nothing_behind(tmp_path):
-    ports = [free_port() for _ in range(WARMUP + CYCLES)]
-    for found in on_ranks(2, live_a_hundred_times, tmp_path, ports, environment=ENVIRONMENT):
+    for found in on_ranks(2, live_a_hundred_times, tmp_path, free_port(), environment=ENVIRONMENT):
         assert found["results"] == 1
         assert found["more"]["files"] <= 0 and found["more"]["threads"] <= 0, found
         assert found["more"]["memory"] < 16 << 20, found  # 160 KiB each, of which one result has 400
