@@ -1,4 +1,8 @@
-"""hvd.elastic with a rank that is killed in the middle of a step, and with a worker that joins and leaves again."""
+"""hvd.elastic with a rank that is killed in the middle of a step, and with a worker that joins and leaves again.
+
+Where a rank is killed the others halve, over connections of our own, which must open again. Where a worker comes and
+goes frames go through Horovod.
+"""
 
 import itertools
 import os
@@ -56,7 +60,7 @@ def train_until_a_rank_dies_and_go_on() -> dict:
     start()
     model = new_model()
     quantizer = {"mode": "abs", "value": BOUND, "error_feedback": True}
-    compressor = NCZ(quantizer=quantizer, statistics={"report_every": 1})
+    compressor = NCZ(quantizer=quantizer, transport={"schedule": "halving"}, statistics={"report_every": 1})
     state = hvd.elastic.TorchState(model=model, optimizer=new_optimizer(model, compressor), ncz=compressor, step=0)
 
     def die_in_the_fatal_step(gradient) -> None:
