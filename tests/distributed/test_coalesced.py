@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from on_rank import digest, raises, rank, same_on_all_ranks, values, world_size
@@ -255,8 +256,10 @@ def test_what_can_not_be_reduced_is_refused_by_name_and_before_anything_begins(g
 
 
 @ranks(2, 3)
-def test_a_rank_that_leaves_is_a_peer_error_and_the_tensors_stay(group):
-    communicator = Communicator({"transport": {"timeout_seconds": 20}}, group)
+@pytest.mark.parametrize("schedule", ["direct", "halving"])
+def test_a_rank_that_leaves_is_a_peer_error_and_the_tensors_stay(group, schedule):
+    transport = {"timeout_seconds": 20, "min_bytes": 0, "schedule": schedule}
+    communicator = Communicator({"transport": transport}, group)
     tensors = several()
     communicator.all_reduce_coalesced(tensors)
     if last:

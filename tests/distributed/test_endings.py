@@ -13,6 +13,8 @@ from scenarios import report, run_ranks
 
 from ncz_plugins import Communicator
 
+HALVES = {"schedule": "halving", "min_bytes": 0}
+CALLS = {"raises": HALVES, "peer gone": HALVES}  # how the call under way travels; in the other cases as by default
 TIMEOUT_SECONDS = 120.0  # which nobody may wait for
 SOON = 20.0  # 10 seconds for calls under way, 5 for the connections, and some for a busy machine
 
@@ -20,7 +22,7 @@ SOON = 20.0  # 10 seconds for calls under way, 5 for the connections, and some f
 def end_in_a_call(case: str) -> None:
     dist.init_process_group("gloo")
     last = rank == world_size - 1
-    communicator = Communicator({"transport": {"timeout_seconds": TIMEOUT_SECONDS}})
+    communicator = Communicator({"transport": {"timeout_seconds": TIMEOUT_SECONDS, **CALLS.get(case, {})}})
     tensor = torch.ones(1_000_000)
     communicator.all_reduce(tensor)
     leave({"program ends": time.time()})

@@ -411,13 +411,13 @@ def listed(communicator: Communicator, collective: str) -> None:
     match collective:
         case "all_to_all":
             communicator.all_to_all(empty(several, True), several)
-        case "reduce":
+        case "reduce" | "reduce by halving":
             communicator.reduce(own, 0)
         case _:
             getattr(communicator, collective)(own, several if rank == 0 else None)
 
 
-CALLS = ("all_to_all", "gather", "scatter", "reduce")
+CALLS = ("all_to_all", "gather", "scatter", "reduce", "reduce by halving")  # those before it have no schedule, or direct
 
 
 def lose_the_last_rank() -> None:
@@ -426,7 +426,8 @@ def lose_the_last_rank() -> None:
     opened = {}
     for case, seconds in (("silent", SILENT), ("dead", LONG)):
         for collective in CALLS:
-            transport = {"min_bytes": 0, "timeout_seconds": seconds}
+            schedule = "halving" if collective.endswith("halving") else "auto"
+            transport = {"min_bytes": 0, "timeout_seconds": seconds, "schedule": schedule}
             communicator = opened[f"{case}, {collective}"] = Communicator(CONFIG | {"transport": transport})
             listed(communicator, collective)
     if rank == last:

@@ -34,9 +34,10 @@ _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 # ------------------------------------------------------------------ what ranks do
 
 
-def sum_over(numel: int) -> dict:
+def sum_over(numel: int, schedule: str = "auto") -> dict:
     """A compressed sum, and what this host listens at meanwhile."""
-    config = {"quantizer": {"mode": "abs", "value": BOUND}, "transport": {"min_bytes": "64KiB", "link_gbps": 1}}
+    transport = {"min_bytes": "64KiB", "link_gbps": 1, "schedule": schedule}
+    config = {"quantizer": {"mode": "abs", "value": BOUND}, "transport": transport}
     with Communicator(config) as communicator:
         tensor = values(rank, numel)
         communicator.all_reduce(tensor)
@@ -60,13 +61,13 @@ def listening() -> list[int]:
 
 
 def sums_twice(died: str) -> dict:
-    """Two sums. Rank 1 is killed between them the first time, and torchrun starts all ranks again."""
+    """Two sums. Rank 1 is killed before the second, which halves, and torchrun starts all ranks again."""
     start()
     sum_over(1 << 18)
     if rank == 1 and not Path(died).exists():
         Path(died).touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return sum_over(1 << 18)
+    return sum_over(1 << 18, "halving")
 
 
 # ------------------------------------------------------------------ hosts and torchrun
