@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -417,29 +418,33 @@ def listed(communicator: Communicator, collective: str) -> None:
             getattr(communicator, collective)(own, several if rank == 0 else None)
 
 
-CALLS = ("all_to_all", "gather", "scatter", "reduce", "reduce by halving")  # those before it have no schedule, or direct
+CALLS = ("all_to_all", "gather", "scatter", "reduce", "reduce by halving")  # the first three have no schedule
 
 
 def lose_the_last_rank() -> None:
-    """It is silent first, and then dead."""
+    """It is silent first, and then dead. All calls wait for it at the same time."""
     start()
     opened = {}
     for case, seconds in (("silent", SILENT), ("dead", LONG)):
         for collective in CALLS:
             schedule = "halving" if collective.endswith("halving") else "auto"
-            transport = {"min_bytes": 0, "timeout_seconds": seconds, "schedule": schedule}
+            transport = {"min_bytes": 0, "timeout_seconds": seconds, "schedule": schedule, "link_gbps": 1}
             communicator = opened[f"{case}, {collective}"] = Communicator(CONFIG | {"transport": transport})
             listed(communicator, collective)
     if rank == last:
         be_silent(others_have_left_results, 2 * SILENT * len(CALLS))
         os.kill(os.getpid(), signal.SIGKILL)
     found = {}
-    for case, communicator in opened.items():
-        collective = case.rpartition(" ")[2]
-        found[case] = [attempt(partial(listed, communicator, collective)) for _ in range(2)]
-        if case == f"silent, {CALLS[-1]}":
+    with ThreadPoolExecutor(len(CALLS)) as pool:
+        for kind in ("silent", "dead"):
+            cases = [case for case in opened if case.startswith(kind)]
+            found |= zip(cases, pool.map(failures, map(opened.get, cases), CALLS))
             leave(found)  # which the last rank waits for
     leave_alone(found)
+
+
+def failures(communicator: Communicator, collective: str) -> list[dict | None]:
+    return [attempt(partial(listed, communicator, collective)) for _ in range(2)]
 
 
 def test_a_silent_or_dead_rank_is_noticed(tmp_path):
