@@ -344,11 +344,14 @@ def test_a_group_that_is_destroyed_finishes_what_is_under_way(group):
 
 
 @in_backend
-def test_a_group_that_is_aborted_gives_up_what_is_under_way(group):
+@pytest.mark.parametrize("schedule", ["direct", "halving"])
+def test_a_group_that_is_aborted_gives_up_what_is_under_way(group, schedule):
     if is_torch_2_6 or device.type == "cuda":  # what NCCL does on the other ranks is not ours
         return
+    configure(f"transport: {{min_bytes: 128KiB, schedule: {schedule}}}\n")
     other = dist.new_group(timeout=PATIENCE)
     dist.all_reduce(values.clone(), group=other)  # which connects
+    configure(SETTINGS)
     if rank == 0:
         work = dist.all_reduce(values.clone(), group=other, async_op=True)
         ended = noted(other)

@@ -679,8 +679,11 @@ def connect(group):
 
 
 @in_backend
-def test_groups_that_are_shut_down_finish_and_those_that_are_aborted_give_up(group):
+@pytest.mark.parametrize("schedule", ["direct", "halving"])
+def test_groups_that_are_shut_down_finish_and_those_that_are_aborted_give_up(group, schedule):
+    configure(f"transport: {{min_bytes: 128KiB, schedule: {schedule}}}\n")
     ends, gives_up = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
+    configure(SETTINGS)
     connect(ends), connect(gives_up)
     with role("gradient"):
         work = dist.all_reduce(result := values.clone(), group=ends, async_op=True)
@@ -852,8 +855,10 @@ def test_a_dead_rank_ends_the_backward_pass_of_the_others(tmp_path):
 
 
 def train_until_one_dies() -> None:
-    """Train by DDP. The last rank dies in the fifth step, in which the others get an error."""
+    """Train by DDP while halving. The last rank dies in the fifth step, in which the others get an error."""
     install()
+    os.environ["NCZ_CONFIG"] = str(folder() / f"rank{rank}.yaml")
+    configure("transport: {min_bytes: 128KiB, schedule: halving}\n")
     torch.set_num_threads(1)
     dist.init_process_group("ncz", timeout=PATIENCE)
     model = DistributedDataParallel(nn.Linear(400, 400))
