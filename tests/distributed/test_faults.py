@@ -1,4 +1,9 @@
-"""One rank misbehaves: every other raises a typed error that says what is wrong, and nothing hangs."""
+"""One rank misbehaves: every other raises a typed error that says what is wrong, and nothing hangs.
+
+Four ranks do so in ring and direct, then five and more than are all connected with each other while halving. What
+goes wrong inside a node does so before anything travels between nodes, so it is tested with one schedule. Ranks that
+are refused at the start, or whose calls go plain, have none.
+"""
 
 import os
 import signal
@@ -42,7 +47,7 @@ outcomes = {}  # of this rank, by case
 
 
 def settings(seconds: float, **transport) -> dict:
-    return {"transport": {"timeout_seconds": seconds, "min_bytes": 0, **transport}}
+    return {"transport": {"timeout_seconds": seconds, "min_bytes": 0, "link_gbps": 1, **transport}}
 
 
 def refused_at_the_start(case: str, config: dict, culprit: int = 1, **disguise) -> None:
@@ -55,18 +60,40 @@ def refused_at_the_start(case: str, config: dict, culprit: int = 1, **disguise) 
     dist.barrier()
 
 
-def broken(case: str, group, config: dict, misbehave, elements: int = 300_000, at_first: bool = False) -> None:
+def call(communicator: Communicator, collective: str, tensor: torch.Tensor) -> None:
+    """A call of all ranks with this tensor. The last rank is the root of a broadcast."""
+    n = communicator.world_size
+    match collective:
+        case "all_reduce":
+            communicator.all_reduce(tensor)
+        case "reduce_scatter_single":
+            communicator.reduce_scatter_single(torch.empty_like(tensor), tensor.repeat(n))
+        case "all_gather_single":
+            communicator.all_gather_single(tensor.repeat(n), tensor)
+        case "broadcast":
+            communicator.broadcast(tensor, n - 1)
+
+
+def broken(
+    case: str,
+    group,
+    config: dict,
+    misbehave,
+    elements: int = 300_000,
+    at_first: bool = False,
+    collective: str = "all_reduce",
+) -> None:
     """After one call, unless `at_first`, the last rank of a group misbehaves; two more calls fail."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
     communicator = Communicator(config, group)
     tensor = values(rank, elements).to(device)
     if not at_first:
-        communicator.all_reduce(tensor)
+        call(communicator, collective, tensor)
     if rank == dist.get_world_size(group) - 1:
         tensor = misbehave(communicator, tensor)
         tensor = values(rank, elements).to(device) if tensor is None else tensor
-    outcomes[case] = [attempt(lambda: communicator.all_reduce(tensor)) for _ in range(2)]
+    outcomes[case] = [attempt(lambda: call(communicator, collective, tensor)) for _ in range(2)]
     if on_gpu:
         torch.cuda.synchronize()  # nothing waits there any more
     leave(outcomes)
@@ -138,7 +165,8 @@ def misbehave_in_turn() -> None:
         broken("another device", groups[4], settings(LONG), lambda communicator, tensor: tensor.cpu(), at_first=True)
         dist.barrier()
     in_a_node = die if on_gpu else die_before_neighbors_have_read  # GPUs don't read each other's memory
-    broken("killed in a node", groups[4], settings(LONG, hierarchy=2), in_a_node)
+    between_nodes = "auto" if on_gpu else "halving"
+    broken("killed in a node", groups[4], settings(LONG, hierarchy=2, schedule=between_nodes), in_a_node)
     broken("stopped", groups[3], settings(SECONDS, schedule="ring"), stop)
     if rank == 0:
         os.kill(processes[2], signal.SIGKILL)
@@ -164,50 +192,54 @@ def check_broken(outcome, kinds: set[str]) -> None:
     assert second["error"] == first["error"] and second["seconds"] < 1, second
 
 
-def misbehave_while_halving(most_ranks: int) -> None:
-    """The same in a schedule in which each rank hears from few others.
+OTHER_COLLECTIVES = {
+    f"out of memory in {name}": name for name in ("reduce_scatter_single", "all_gather_single", "broadcast")
+}
 
-    Args:
-        most_ranks: above which ranks are connected with few others.
-    """
-    mesh.MOST_RANKS = most_ranks
+
+def misbehave_while_halving() -> None:
+    """The same in a schedule in which each rank hears from few others."""
     start()
-    groups = {n: dist.new_group(list(range(n))) for n in (5, 4)}
+    groups = {n: dist.new_group(list(range(n))) for n in (world_size, world_size - 1)}
     processes: list[int] = [None] * world_size
     dist.all_gather_object(processes, os.getpid())
     halving = {"schedule": "halving", "hierarchy": "off"}
     for case, misbehave in (MISMATCHES | {"damaged": damage, "out of memory": fail}).items():
-        broken(case, groups[5], settings(LONG, **halving), misbehave)
+        broken(case, groups[world_size], settings(LONG, **halving), misbehave)
         dist.barrier()
-    broken("stopped", groups[5], settings(3 * SECONDS, **halving), stop)
+    for case, name in OTHER_COLLECTIVES.items():
+        broken(case, groups[world_size], settings(LONG, **halving), fail, 30_000, collective=name)
+        dist.barrier()
+    seconds = SECONDS if world_size <= mesh.MOST_RANKS else 3 * SECONDS  # many ranks take turns on few cores
+    broken("stopped", groups[world_size], settings(seconds, **halving), stop)
     if rank == 0:
-        os.kill(processes[4], signal.SIGKILL)
-    broken("killed", groups[4], settings(LONG, **halving), die)
+        os.kill(processes[-1], signal.SIGKILL)
+    broken("killed", groups[world_size - 1], settings(LONG, **halving), die)
     leave_alone(outcomes)
 
 
-@pytest.fixture(scope="module", params=[16, 2], ids=["all connected", "few connected"])
+@pytest.fixture(scope="module", params=[5, mesh.MOST_RANKS + 2], ids=["all connected", "few connected"])
 def halved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("halving")
-    return request.param, run_ranks(5, misbehave_while_halving, folder, request.param, seconds=240)
+    return run_ranks(request.param, misbehave_while_halving, tmp_path_factory.mktemp("halving"), seconds=240)
 
 
 @pytest.mark.parametrize("case", ["size", "dtype", "order"])
 def test_ranks_that_differ_are_named_while_halving(case, halved):
-    for outcome in outcomes_of(case, halved[1], range(5)):
+    last = len(halved) - 1
+    for outcome in outcomes_of(case, halved, range(len(halved))):
         check_broken(outcome, {"MismatchError"})
-        assert "on rank 4" in outcome[0]["message"]
+        assert f"on rank {last}" in outcome[0]["message"]
 
 
-@pytest.mark.parametrize(("case", "size"), [("damaged", 5), ("out of memory", 5), ("stopped", 5), ("killed", 4)])
-def test_all_ranks_hear_of_what_happens_while_halving(case, size, halved):
-    most_ranks, finished = halved
-    others = outcomes_of(case, finished, range(size - 1))
+@pytest.mark.parametrize("case", ["damaged", "out of memory", *OTHER_COLLECTIVES, "stopped", "killed"])
+def test_all_ranks_hear_of_what_happens_while_halving(case, halved):
+    last = len(halved) - (2 if case == "killed" else 1)
+    others = outcomes_of(case, halved, range(last))
     for outcome in others:
         check_broken(outcome, {"FrameError", "PeerError"} if case == "damaged" else {"PeerError"})
         # Where all are connected with each other, a rank may name one that gave up because of another.
-        if size > most_ranks and case != "damaged":
-            assert outcome[0]["message"].startswith(f"rank {size - 1} has "), outcome
+        if len(halved) > mesh.MOST_RANKS and case != "damaged":
+            assert outcome[0]["message"].startswith(f"rank {last} has "), outcome
     if case == "damaged":
         assert "FrameError" in [outcome[0]["error"] for outcome in others]
 
