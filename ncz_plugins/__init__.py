@@ -146,7 +146,8 @@ if not Path(__file__).with_name("kernels").joinpath("cpu", "libncz_cpu.so").exis
     warnings.warn(
         "ncz_plugins has no compiled CPU kernels here (libncz_cpu.so), as after an install without a C++ compiler: "
         "host tensors are compressed by numpy, about 100 times slower. Install a C++17 compiler (g++ or clang++), then "
-        "reinstall ncz_plugins; or set NCZ_CPU_KERNELS=reference if numpy is what you want",
+        "reinstall ncz_plugins by pip with --force-reinstall --no-cache-dir; or set NCZ_CPU_KERNELS=reference if numpy "
+        "is what you want",
         RuntimeWarning,
         stacklevel=2,
     )

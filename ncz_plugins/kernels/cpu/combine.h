@@ -45,22 +45,43 @@ T combined(T a, T b) {
         return a > b || a != a ? a : b;
 }
 
+// Functions of their own: a loop for each pair of a dtype and a combination would be a tenth of the library.
+template <class T, class Wide>
+[[gnu::noinline]] void widen_all(const T* values, int count, Wide* wide) {
+    for (int i = 0; i < count; ++i) wide[i] = widen(values[i]);
+}
+
+template <class T, class Wide>
+[[gnu::noinline]] void narrow_all(const Wide* wide, int count, T* values) {
+    for (int i = 0; i < count; ++i) narrow(wide[i], values[i]);
+}
+
+template <int32_t combination, class T>
+[[gnu::noinline]] void combine_all(const T* values, int count, T* total) {
+    for (int i = 0; i < count; ++i) total[i] = combined<combination, T>(total[i], values[i]);
+}
+
 template <int32_t combination, class T>
 void combine(const void* const* values, int32_t ranks, int64_t count, int32_t divisor, T* out) {
     typedef decltype(widen(T())) Wide;
     constexpr int TOGETHER = 1024;  // elements, which stay in the fastest cache
-    Wide total[TOGETHER];
+    Wide total[TOGETHER], wide[TOGETHER];
     auto of_rank = [&](int32_t rank) { return static_cast<const T*>(values[rank]); };
     for (int64_t first = 0; first < count; first += TOGETHER) {
         int elements = int(count - first < TOGETHER ? count - first : TOGETHER);
-        for (int i = 0; i < elements; ++i) total[i] = widen(of_rank(0)[first + i]);
-        for (int32_t rank = 1; rank < ranks; ++rank)
-            for (int i = 0; i < elements; ++i)
-                total[i] = combined<combination, Wide>(total[i], widen(of_rank(rank)[first + i]));
+        widen_all(of_rank(0) + first, elements, total);
+        for (int32_t rank = 1; rank < ranks; ++rank) {
+            if constexpr (std::is_same<T, Wide>::value) {
+                combine_all<combination>(of_rank(rank) + first, elements, total);
+            } else {
+                widen_all(of_rank(rank) + first, elements, wide);
+                combine_all<combination>(wide, elements, total);
+            }
+        }
         if constexpr (std::is_floating_point<Wide>::value)
             if (divisor != 1)
                 for (int i = 0; i < elements; ++i) total[i] /= Wide(divisor);
-        for (int i = 0; i < elements; ++i) narrow(total[i], out[first + i]);
+        narrow_all(total, elements, out + first);
     }
 }
 
