@@ -33,11 +33,12 @@ _SIZES = HUFFMAN32_LANES // 2  # words of 16 bits that the sizes of a page's lan
 
 
 class Letters(NamedTuple):
-    """Letters of a lane, in order, and the bits behind each: numbers of so many bits, the lowest first."""
+    """Letters of all lanes, one lane after another, and the bits behind each: numbers of so many bits, lowest first."""
 
     letters: np.ndarray  # int64
     behind: np.ndarray  # uint64
     bits_behind: np.ndarray  # int64
+    ends: np.ndarray  # int64: where the letters of each lane end
 
 
 def encode(symbols: np.ndarray, lengths: np.ndarray, is_gapped: bool) -> bytes | None:
@@ -50,8 +51,8 @@ def encode(symbols: np.ndarray, lengths: np.ndarray, is_gapped: bool) -> bytes |
     codes = huffman.codes_of(lengths)
     pages = []
     for first in range(0, symbols.size, HUFFMAN32_PAGE):
-        of_lanes = lanes_of(symbols[first : first + HUFFMAN32_PAGE])
-        lanes = [_padded(_bit_string(letters_of(lane, is_gapped), lengths, codes), 2) for lane in of_lanes]
+        letters = letters_of(lanes_of(symbols[first : first + HUFFMAN32_PAGE]), is_gapped)
+        lanes = [_padded(string, 2) for string in _bit_strings(letters, lengths, codes)]
         sizes = np.array([len(lane) // 2 for lane in lanes])
         if sizes.max() > HUFFMAN32_MOST_WORDS:
             return None
@@ -71,18 +72,22 @@ def lanes_of(page: np.ndarray) -> list[np.ndarray]:
     return [page[lanes == lane] for lane in range(HUFFMAN32_LANES)]
 
 
-def letters_of(symbols: np.ndarray, is_gapped: bool) -> Letters:
-    """Letters of a lane's symbols."""
+def letters_of(lanes: list[np.ndarray], is_gapped: bool) -> Letters:
+    """Letters of the symbols of each lane."""
+    symbols, ends = np.concatenate(lanes), np.cumsum([lane.size for lane in lanes])
     if is_gapped:
-        return _gaps_of(symbols)
+        return _gaps_of(symbols, ends)
     tokens, extra = tokens_of(symbols)
-    return Letters(tokens, extra.astype(np.uint64), EXTRA_BITS[tokens])
+    return Letters(tokens, extra.astype(np.uint64), EXTRA_BITS[tokens], ends)
 
 
-def _gaps_of(symbols: np.ndarray) -> Letters:
-    """Letters of the gaps in front of symbols other than zero. NO_MORE is the last one if zeros follow."""
+def _gaps_of(symbols: np.ndarray, ends: np.ndarray) -> Letters:
+    """Letters of the gaps in front of symbols other than zero. NO_MORE is a lane's last one if zeros follow."""
     at = np.flatnonzero(symbols)
-    gaps = np.diff(at, prepend=-1) - 1
+    lane = np.searchsorted(ends, at, side="right")
+    # A lane's first gap begins where the lane does.
+    begins = np.concatenate([[0], ends[:-1]])
+    gaps = at - np.maximum(np.concatenate([[0], at + 1])[:-1], begins[lane])
     found = symbols[at]
     gap_lengths = bit_length(gaps).astype(np.int64)
     letters = 1 + GAP_LENGTHS * (np.minimum(found, GAP_SYMBOLS).astype(np.int64) - 1) + gap_lengths
@@ -94,19 +99,25 @@ def _gaps_of(symbols: np.ndarray) -> Letters:
     is_large = found >= GAP_SYMBOLS
     behind |= np.where(is_large, rest << bits_behind.astype(np.uint64), np.uint64(0))
     bits_behind = bits_behind + np.where(is_large, ESCAPED_BITS + EXTRA_BITS[tokens], 0)
-    if symbols.size and not symbols[-1]:
-        letters, behind, bits_behind = (np.append(each, each.dtype.type(0)) for each in (letters, behind, bits_behind))
-        letters[-1] = NO_MORE
-    return Letters(letters, behind, bits_behind)
+    zeros_follow = (ends > begins) & (symbols[ends - 1] == 0)
+    letter_ends = np.searchsorted(lane, np.arange(ends.size), side="right")
+    last = letter_ends[zeros_follow]
+    letters, behind, bits_behind = (
+        np.insert(letters, last, NO_MORE),
+        np.insert(behind, last, 0),
+        np.insert(bits_behind, last, 0),
+    )
+    return Letters(letters, behind, bits_behind, letter_ends + np.cumsum(zeros_follow))
 
 
-def _bit_string(of: Letters, lengths: np.ndarray, codes: np.ndarray) -> bytes:
-    """Code of each letter, with what is behind it. Letters without a code are escaped."""
+def _bit_strings(of: Letters, lengths: np.ndarray, codes: np.ndarray) -> list[bytes]:
+    """Of each lane, the code of each letter with what is behind it. Letters without a code are escaped."""
     has_code = lengths[of.letters] > 0
     widths = np.where(has_code, lengths[of.letters], lengths[ESCAPE] + ESCAPED_BITS)
     escaped = codes[ESCAPE] | of.letters.astype(np.uint64) << np.uint64(lengths[ESCAPE])
     values = np.where(has_code, codes[of.letters], escaped) | of.behind << widths.astype(np.uint64)
-    return bits.join(values, widths + of.bits_behind)
+    lanes = np.split(np.arange(values.size), of.ends[:-1])
+    return [bits.join(values[lane], (widths + of.bits_behind)[lane]) for lane in lanes]
 
 
 def decode(payload: np.ndarray, count: int, is_gapped: bool) -> np.ndarray:

@@ -99,8 +99,7 @@ def letters_of(symbols: np.ndarray) -> tuple[huffman32.Letters, bool]:
     They are if at least half of the symbols are zero.
     """
     is_gapped = symbols.size > 0 and 2 * np.count_nonzero(symbols) <= symbols.size
-    found = [huffman32.letters_of(lane, is_gapped) for lane in huffman32.lanes_of(symbols)]
-    return huffman32.Letters(*map(np.concatenate, zip(*found))), is_gapped
+    return huffman32.letters_of(huffman32.lanes_of(symbols), is_gapped), is_gapped
 
 
 def _counts_of_letters(found: huffman32.Letters) -> np.ndarray:
