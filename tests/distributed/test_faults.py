@@ -40,7 +40,7 @@ LONG = 120.0  # the time-out of what must end before it
 # ------------------------------------------------------------------ one case after another in four processes
 
 on_gpu = device.type == "cuda"
-SECONDS = 30.0 if on_gpu else 4.0  # for what ends by time; ranks come late where NCCL connects and kernels are compiled
+SECONDS = 30.0 if on_gpu else 2.0  # for what ends by time; ranks come late where NCCL connects and kernels are compiled
 backend = kernels.cuda_backend() if on_gpu else kernels.cpu_backend()
 encode_sums = backend.encode_sums
 outcomes = {}  # of this rank, by case
@@ -313,7 +313,7 @@ def test_a_dead_or_silent_peer_is_noticed(case, size, finished):
 
 # ------------------------------------------------------------------ calls that go plain
 
-TIMEOUT = 3.0  # seconds, of what ends by time
+TIMEOUT = 1.5  # seconds, of what ends by time
 SIZES = {"small": 1000, "large": 400_000}
 
 

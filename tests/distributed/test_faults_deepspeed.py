@@ -21,7 +21,7 @@ from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.transport.mesh_stream import MeshStream
 
 pytestmark = pytest.mark.slow
-SECONDS, LONG = 4.0, 120.0  # time-outs of what ends by time, and of what must end before
+SECONDS, LONG = 2.0, 120.0  # time-outs of what ends by time, and of what must end before
 SOON = 60.0
 encode, send = kernels.cpu_backend().encode, MeshStream.send
 outcomes = {}  # of this rank, by case

@@ -483,7 +483,7 @@ LONG = 1800.0
 @pytest.mark.parametrize("what", ["send", "recv"])
 def test_a_message_that_the_peer_does_not_take_part_in_ends_with_the_time_out(group, what, met):
     """Both ranks send, or both receive, and wait: before and after their first message."""
-    with opened(group, transport={"min_bytes": 0, "timeout_seconds": 2}) as communicator:
+    with opened(group, transport={"min_bytes": 0, "timeout_seconds": 1}) as communicator:
         if met:
             around(communicator, values(rank, 10))
         dist.barrier(group)
@@ -587,7 +587,7 @@ def test_a_fork_can_not_send(group):
 def lose_a_peer(case: str) -> None:
     """Rank 1 of three dies or falls silent when the others wait for its messages."""
     dist.init_process_group("gloo")
-    seconds = 3.0 if case.startswith("silent") else LONG
+    seconds = 2.0 if case.startswith("silent") else LONG
     communicator = Communicator({"quantizer": ABS, "transport": {"min_bytes": 0, "timeout_seconds": seconds}})
     if case.endswith("later"):
         around(communicator, values(rank, 10))

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 SIZE = 300_000
 SOON = 60.0  # half of the time-out of what must end before it
-SECONDS, LONG = 4.0, 120.0  # for what ends by time, and for what must end before
+SECONDS, LONG = 2.0, 120.0  # for what ends by time, and for what must end before
 is_last = rank == world_size - 1
 on_two_ranks = ranks(2, **HOROVOD)
 
