@@ -43,8 +43,11 @@ IMPORTS = (
     "scenarios,ncz_plugins.torch.backend,ncz_plugins.torch.ddp,ncz_plugins.torch.fsdp,torch._dynamo"
     ",torch.distributed.checkpoint"
 )
-# Options of `ranks` and `run_ranks` for scenarios of DeepSpeed, with what `deepspeed.initialize` imports.
-DEEPSPEED = {"imports": f"{IMPORTS},ncz_plugins.deepspeed,deepspeed.runtime.zero.muon.muon_optimizer"}
+# What `deepspeed.initialize` imports. small_engine asks DeepSpeed which extensions it could compile, and for that it
+# starts compilers.
+INITIALIZE = "deepspeed.runtime.zero.muon.muon_optimizer,small_engine"
+# Options of `ranks` and `run_ranks` for scenarios of DeepSpeed.
+DEEPSPEED = {"imports": f"{IMPORTS},ncz_plugins.deepspeed,{INITIALIZE}"}
 # Options of `ranks` and `run_ranks` for scenarios of Horovod, with what the first optimizer of PyTorch imports.
 HOROVOD = {"launcher": "horovod", "imports": "scenarios,ncz_plugins.core.communicator,horovod.torch,torch._dynamo"}
 # Variables of what is started without a launcher: what imports the same forks the same process if all of them are.

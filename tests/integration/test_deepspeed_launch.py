@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from launch import deepspeed, deepspeed_ranks, launch, torchrun
 from repository import FORKED_RANKS, ROOT
+from scenarios import INITIALIZE
 
 from ncz_plugins.cli.perf.launch import free_port
 
 PLUGIN = "ncz_plugins.deepspeed.launch"
 FILE_OF_PLUGIN = ROOT / "ncz_plugins" / "deepspeed" / "launch.py"
-MODULES = "deepspeed,deepspeed.runtime.zero.muon.muon_optimizer,torch._dynamo"  # what training imports, without us
+MODULES = f"deepspeed,{INITIALIZE},torch._dynamo"  # what training imports, without us
 SCRIPT = Path(__file__).with_name("user_script.py")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
