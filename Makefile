@@ -53,10 +53,9 @@ coverage: setup  ## all tests, and which lines of ncz_plugins they run: .cache/c
 	@$(BIN)/coverage html --quiet --directory $(COVERAGE)/html
 	@$(BIN)/coverage report --skip-covered
 
-lint: setup-tools  ## style of all Python files, and errors in GitHub's workflows
+lint: setup-tools  ## style of all Python files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/actionlint
 
 bench: setup-tools  ## speed of the coders beside memcpy
 	@$(BIN)/python benchmarks/codec.py $(ARGS)
