@@ -218,6 +218,15 @@ inline void dequantize_block(const Block& codes, Scale scale, T* out) {
 // Whether blocks may be streamed there: cache lines should be written as a whole.
 inline bool can_stream(const void* out) { return reinterpret_cast<uintptr_t>(out) % 64 == 0; }
 
+// Copies past the caches, to where blocks may be streamed.
+inline void stream_bytes(const void* from, int64_t bytes, void* to) {
+    auto source = static_cast<const uint8_t*>(from);
+    auto target = static_cast<uint8_t*>(to);
+    int64_t i = 0;
+    for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) stream(load_eight(source + i), target + i);
+    memcpy(target + i, source + i, size_t(bytes - i));
+}
+
 // Whatever is stored from now on, others see after what was streamed.
 inline void end_streaming() { _mm_sfence(); }
 

@@ -4,7 +4,7 @@
 //     Block, load_block, store_block, add_blocks    32 codes, residuals or symbols; to and from int32
 //     quantize_block, dequantize_block              floats and codes; streamed floats go past the caches
 //     random_block                                  random numbers, their upper 24 bits, by which floats become codes
-//     can_stream, end_streaming                     whether they may go to an address; puts them before later stores
+//     can_stream, stream_bytes, end_streaming       whether they, or any bytes, may go to an address; puts them before later stores
 //     Delta                                         codes and residuals
 //     zigzag, unzigzag                              residuals and symbols
 //     width_of, pack_block, unpack_block            symbols and bits

@@ -27,25 +27,32 @@ inline void change(int32_t code, T* element) {
 // So many elements are copied, changed and added up to checksums while they are in the fastest cache.
 constexpr int64_t ELEMENTS_TOGETHER = 4096;
 
-// What `change_from(first, end)` makes `out` of `base`, which may be the same. `digests`: of base and out; null: nobody asks.
+// Copies `base` to `out`, which may be the same, and has `change_from(first, end, chunk)` change the elements from `first` to
+// `end`, which lie at `chunk` then. `digests`: of base and out; null: nobody asks.
 template <class T, class Change>
 void change_together(const T* base, int64_t count, T* out, uint32_t* digests, Change change_from) {
+    alignas(64) T buffer[ELEMENTS_TOGETHER];
+    bool is_streamed = out != base && count * int64_t(sizeof(T)) >= STREAMED_BYTES && can_stream(out);
     uint32_t before = 0, after = 0;
     for (int64_t first = 0; first < count; first += ELEMENTS_TOGETHER) {
         int64_t end = first + ELEMENTS_TOGETHER < count ? first + ELEMENTS_TOGETHER : count;
         int64_t bytes = (end - first) * int64_t(sizeof(T)), word = first * int64_t(sizeof(T)) / 4;
-        if (out != base) memcpy(out + first, base + first, size_t(bytes));
-        if (digests) before += digest_of(out + first, bytes, word);
-        change_from(first, end);
-        if (digests) after += digest_of(out + first, bytes, word);
+        T* chunk = is_streamed ? buffer : out + first;
+        if (chunk != base + first) memcpy(chunk, base + first, size_t(bytes));
+        if (digests) before += digest_of(chunk, bytes, word);
+        change_from(first, end, chunk);
+        if (digests) after += digest_of(chunk, bytes, word);
+        if (is_streamed) stream_bytes(buffer, bytes, out + first);
     }
+    if (is_streamed) end_streaming();
     if (digests) digests[0] = before, digests[1] = after;
 }
 
 template <class T>
 bool add_differences(const int32_t* codes, const T* base, int64_t count, T* out, uint32_t* digests = nullptr) {
-    change_together(base, count, out, digests, [&](int64_t first, int64_t end) {
-        for (int64_t i = first; i < end; ++i) change(codes[i], out + i);
+    change_together(base, count, out, digests, [&](int64_t first, int64_t end, T* chunk) {
+        const int32_t* from = codes + first;
+        for (int64_t i = 0; i < end - first; ++i) change(from[i], chunk + i);
     });
     return true;
 }
@@ -55,19 +62,19 @@ bool add_differences(const int32_t* codes, const T* base, int64_t count, T* out,
 template <class T>
 bool add_rare_differences(const int32_t* gaps, const int32_t* codes, int64_t changes, const T* base, int64_t count,
                           T* out, uint32_t* digests = nullptr) {
-    int64_t needed = changes;
-    bool has_zero = changes == 0;
-    for (int64_t i = 0; i < changes; ++i) {
-        needed += uint32_t(gaps[i]);  // without a sign, a gap below 0 is too large as well
-        has_zero |= codes[i] == 0;
-    }
-    if (has_zero || needed > count) return false;
-    int64_t i = 0, place = gaps[0];
-    change_together(base, count, out, digests, [&](int64_t, int64_t end) {
+    int64_t needed = changes, zeros = 0;
+    // In two loops, which compilers vectorize. Without a sign, a gap below 0 is too large as well.
+    for (int64_t i = 0; i < changes; ++i) needed += uint32_t(gaps[i]);
+    for (int64_t i = 0; i < changes; ++i) zeros += codes[i] == 0;
+    if (!changes || zeros || needed > count) return false;
+    int64_t done = 0, next = gaps[0];  // changes, and where the next one is
+    change_together(base, count, out, digests, [&](int64_t first, int64_t end, T* chunk) {
+        int64_t i = done, place = next;  // in registers: what is captured would be stored and loaded for each change
         while (place < end) {
-            change(codes[i], out + place);
+            change(codes[i], chunk + (place - first));
             place = ++i < changes ? place + 1 + gaps[i] : count;
         }
+        done = i, next = place;
     });
     return true;
 }

@@ -143,6 +143,7 @@ inline void dequantize_block(const Block& codes, Scale scale, T* out) {
 }
 
 inline bool can_stream(const void*) { return false; }
+inline void stream_bytes(const void* from, int64_t bytes, void* to) { memcpy(to, from, size_t(bytes)); }
 inline void end_streaming() {}
 
 inline Block zigzag(const Block& residuals) {

@@ -99,6 +99,25 @@ def test_every_bit_comes_back(backend, dtype, count, coder):
         assert torch.equal(bits(out), bits(x))
 
 
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("every", [1, 300])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_result_may_be_larger_than_a_cache_and_lie_anywhere(backend, dtype, every, offset):
+    """Large results at addresses that are multiples of 64 are written past the caches."""
+    base, digests = any_floats(dtype, (1 << 19) + 5, 1), np.zeros(2, np.uint32)
+    x = torch.where(torch.arange(len(base)) % every == 0, moved(base, 3), base)
+    frame, row = (
+        encoded(backend, x, base, Coding(costs=backend.costs._replace(link=80_000))),
+        torch.empty(len(x) + 64, dtype=dtype),
+    )
+    first = -row.data_ptr() % 64 // row.itemsize + offset
+    row.view(INTEGERS[row.itemsize]).fill_(7)
+    decode_update(backend, frame, base, row[first : first + len(x)], digests)
+    assert torch.equal(bits(row[first : first + len(x)]), bits(x))
+    assert (bits(row[:first]) == 7).all() and (bits(row[first + len(x) :]) == 7).all()
+    assert digests.tolist() == [backend.digest(base), backend.digest(x)]
+
+
 @pytest.mark.parametrize("dtype", SHORT + OTHERS, ids=str)
 @pytest.mark.parametrize("count", [1, 5, 4096, 9001])
 @pytest.mark.parametrize("every", [1, 300])
