@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LEAST_CODES = CHUNK  # of a frame: in shorter ones two more headers are too many
 # Most codes that are not 0, for links of this many picoseconds per byte and more: up to 160 Mbit/s, and 1.6 Gbit/s,
 # so that 1 Gbit/s is among them. On faster links coders of all codes take less time.
-_MAX_SHARES = ((50_000, 1 / 8), (5_000, 1 / 32))
+_MAX_SHARES = ((50_000, 1 / 4), (5_000, 1 / 32))
 
 _scratch = Scratch()
 
@@ -42,9 +42,10 @@ def encode_sparse(backend: Backend, codes: Array, coding: Coding, frame: Array) 
     if not 0 < np.count_nonzero(is_change) <= max_share * len(codes):
         return 0
     places = np.flatnonzero(is_change)  # of bool it takes a tenth of the time
-    gaps = np.diff(places, prepend=-1) - 1
+    gaps = places.astype(np.int32)
+    gaps[1:] -= gaps[:-1] + 1
     end = HEADER_BYTES
-    for part in (gaps.astype(np.int32), codes[places]):
+    for part in (gaps, codes[places]):
         inner = _scratch.of("inner", max_frame_bytes(len(part)), "uint8")
         size = int(backend.encode_codes(part, coding, inner))
         frame[end : end + size] = inner[:size]
