@@ -5,6 +5,12 @@
 
 namespace {
 
+// Calls a function with `x` as integers that have the bits of the floats there, of which float16 and bfloat16 have alike.
+template <class Function>
+void with_bits(const void* x, int32_t dtype, Function function) {
+    with_float32_and_halves(x, dtype, [&](auto* x) { function(reinterpret_cast<UnsignedBits<std::remove_pointer_t<decltype(x)>>*>(x)); });
+}
+
 // Bits are loaded and stored by memcpy: the tensors are floats, and this reads integers.
 template <class T>
 void differences(const T* x, const T* base, int64_t count, int32_t* codes) {
@@ -109,14 +115,14 @@ inline int64_t read_sparse(const uint8_t* frame, int64_t bytes, int64_t count, i
 // ------------------------------------------------------------------ the C functions, with arguments as in ../backend.py
 
 NCZ_EXPORT void NCZ_NAME(differences)(const void* x, const void* base, int32_t dtype, int64_t count, int32_t* codes) {
-    with_float32_and_halves(x, dtype, [&](auto* x) {
+    with_bits(x, dtype, [&](auto* x) {
         differences(x, static_cast<decltype(x)>(const_cast<void*>(base)), count, codes);
     });
 }
 
 NCZ_EXPORT void NCZ_NAME(add_differences)(const int32_t* codes, const void* base, int64_t count, void* out,
                                           int32_t dtype) {
-    with_float32_and_halves(out, dtype, [&](auto* out) {
+    with_bits(out, dtype, [&](auto* out) {
         add_differences(codes, static_cast<decltype(out)>(const_cast<void*>(base)), count, out);
     });
 }
@@ -124,7 +130,7 @@ NCZ_EXPORT void NCZ_NAME(add_differences)(const int32_t* codes, const void* base
 NCZ_EXPORT int32_t NCZ_NAME(add_rare_differences)(const int32_t* gaps, const int32_t* codes, int64_t changes,
                                                   const void* base, int64_t count, void* out, int32_t dtype) {
     int32_t are_inside = 0;
-    with_float32_and_halves(out, dtype, [&](auto* out) {
+    with_bits(out, dtype, [&](auto* out) {
         auto from = static_cast<decltype(out)>(const_cast<void*>(base));
         are_inside = add_rare_differences(gaps, codes, changes, from, count, out);
     });
@@ -140,7 +146,7 @@ NCZ_EXPORT int32_t NCZ_NAME(decode_changes)(const uint8_t* frame, int64_t bytes,
     int64_t changes = is_sparse ? read_sparse(frame, bytes, count, codes, scratch) : 0;
     if (is_sparse ? !changes : read_codes<false>(frame, bytes, count, codes, scratch) != 0) return 0;
     int32_t are_inside = 0;
-    with_float32_and_halves(out, dtype, [&](auto* out) {
+    with_bits(out, dtype, [&](auto* out) {
         auto from = static_cast<decltype(out)>(const_cast<void*>(base));
         if (is_sparse)
             are_inside = add_rare_differences(codes, codes + changes, changes, from, count, out, digests);

@@ -62,10 +62,12 @@ class HuffmanDecoder {
         }
         if (width_ == 8)
             decode_runs(lanes, n, static_cast<uint8_t*>(symbols));
+        else if (width_ == 16 && has_runs_)
+            decode_runs(lanes, n, static_cast<uint16_t*>(symbols));
         else if (width_ == 16)
-            decode_as(lanes, n, static_cast<uint16_t*>(symbols));
+            decode_symbols(lanes, n, static_cast<uint16_t*>(symbols));
         else
-            decode_as(lanes, n, static_cast<uint32_t*>(symbols));
+            decode_symbols(lanes, n, static_cast<uint32_t*>(symbols));
         return lanes.end();
     }
 
@@ -138,7 +140,7 @@ class HuffmanDecoder {
                 symbols_[i] = {bits | length << 8 | extra_bits_of(t) << 16, base_of(t)};
         }
         // In few symbols, or where many runs end early, one by one is faster.
-        has_runs_ = wide <= HUFFMAN_WHOLE / 32 && (!wide || count_ >= LEAST_FOR_RUNS);
+        has_runs_ = width_ < 32 && wide <= HUFFMAN_WHOLE / 32 && (!wide || count_ >= LEAST_FOR_RUNS);
         if (has_runs_) fill_runs(code, codes);
     }
 
@@ -171,11 +173,6 @@ class HuffmanDecoder {
         constexpr unsigned last = 8 * RUN;
         unsigned length = code.length(run >> last & 0xff);
         return (run & ~(Run(0xff) << last)) - (Run(1) << 56) - length;
-    }
-
-    template <class T>
-    void decode_as(Lanes& lanes, int n, T* symbols) const {
-        has_runs_ ? decode_runs(lanes, n, symbols) : decode_symbols(lanes, n, symbols);
     }
 
     // Eight tokens, of which a run has up to RUN.
