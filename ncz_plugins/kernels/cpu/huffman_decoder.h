@@ -1,4 +1,4 @@
-// Decoding HUFFMAN: several symbols with one look into a table where few have extra bits, else one.
+// Decoding HUFFMAN: several symbols with one look into a table where none has extra bits, else one.
 // docs/reference/wire-format.md specifies the coder.
 #pragma once
 
@@ -62,8 +62,6 @@ class HuffmanDecoder {
         }
         if (width_ == 8)
             decode_runs(lanes, n, static_cast<uint8_t*>(symbols));
-        else if (width_ == 16 && has_runs_)
-            decode_runs(lanes, n, static_cast<uint16_t*>(symbols));
         else if (width_ == 16)
             decode_symbols(lanes, n, static_cast<uint16_t*>(symbols));
         else
@@ -103,11 +101,10 @@ class HuffmanDecoder {
     };
     static constexpr unsigned SURE_BITS = 56;
 
-    // What the next bits of a lane mean up to a token that has extra bits: a byte each for their total bits, up to RUN
-    // tokens and the number of tokens.
+    // What the next bits of a lane mean if no token has extra bits: a byte each for their total bits, up to RUN tokens
+    // and the number of tokens.
     typedef uint64_t Run;
     static constexpr unsigned RUN = 6;
-    static constexpr int64_t LEAST_FOR_RUNS = CHUNK;
     static Run run_of(unsigned token, unsigned length) { return Run(1) << 56 | token << 8 | length; }
     static unsigned length_of_run(Run run) { return unsigned(run >> 56); }
     static uint64_t tokens_of_run(Run run) { return run >> 8; }
@@ -131,22 +128,19 @@ class HuffmanDecoder {
             last = t;
         }
         width_ = last < DIRECT ? 8 : base_of(last) < 1 << 16 ? 16 : 32;
-        unsigned wide = 0;  // the share of HUFFMAN_WHOLE that tokens with extra bits have
+        if (width_ == 8) return fill_runs(code, codes);
         for (unsigned t = 0; t <= last; ++t) {
             unsigned length = code.length(t), bits = length + extra_bits_of(t);
             if (!length) continue;
-            if (t >= DIRECT) wide += HUFFMAN_WHOLE >> length;
             for (unsigned i = codes[t]; i < HUFFMAN_WHOLE; i += 1u << length)
                 symbols_[i] = {bits | length << 8 | extra_bits_of(t) << 16, base_of(t)};
         }
-        // In few symbols, or where many runs end early, one by one is faster.
-        has_runs_ = width_ < 32 && wide <= HUFFMAN_WHOLE / 32 && (!wide || count_ >= LEAST_FOR_RUNS);
-        if (has_runs_) fill_runs(code, codes);
     }
 
     // Of the runs that `n` bits hold, those of n = 0, 1, 2 ... one behind the other: a token, and the run that
     // the bits behind it hold.
     void fill_runs(const HuffmanCode& code, const uint16_t* codes) {
+        for (unsigned t = 0; t < DIRECT; ++t) lengths_[t] = uint8_t(code.length(t));
         for (unsigned n = 0; n <= HUFFMAN_MAX_LENGTH; ++n) {
             Run* runs = runs_ + (1u << n);
             memset(runs, 0, sizeof(Run) << n);
@@ -175,34 +169,21 @@ class HuffmanDecoder {
         return (run & ~(Run(0xff) << last)) - (Run(1) << 56) - length;
     }
 
-    // Eight tokens, of which a run has up to RUN.
-    template <class T>
-    static void store_tokens(uint64_t tokens, T* out) {
-        uint8_t octet[OCTET];
-        T wide[OCTET];  // of its own memory, or compilers don't vectorize the conversion
-        memcpy(octet, &tokens, sizeof octet);
-        for (int k = 0; k < OCTET; ++k) wide[k] = octet[k];
-        memcpy(out, wide, sizeof wide);
-    }
-
-    // Each lane by itself first, as runs end in different places. One that stands before a token with extra bits takes
-    // empty runs until it is looked after.
-    template <class T>
-    [[gnu::noinline]] void decode_runs(Lanes& lanes, int n, T* symbols) const {
-        constexpr int AT_ONCE = SURE_BITS / HUFFMAN_MAX_LENGTH, MOST = AT_ONCE * RUN + 1;
+    // Each lane by itself first, as runs end in different places.
+    [[gnu::noinline]] void decode_runs(Lanes& lanes, int n, uint8_t* symbols) const {
+        constexpr int AT_ONCE = SURE_BITS / HUFFMAN_MAX_LENGTH, MOST = AT_ONCE * RUN;
         const Run* runs = runs_ + HUFFMAN_WHOLE;
         const uint8_t* in = lanes.in;
-        T of_lanes[HUFFMAN_LANES][LANE_SYMBOLS + SLACK], *outs[HUFFMAN_LANES], *ends[HUFFMAN_LANES];
+        uint8_t bytes[HUFFMAN_LANES][LANE_SYMBOLS + SLACK], *outs[HUFFMAN_LANES], *ends[HUFFMAN_LANES];
         for (int l = 0; l < HUFFMAN_LANES; ++l) {
-            outs[l] = of_lanes[l];
-            ends[l] = of_lanes[l] + (n + HUFFMAN_LANES - 1 - l) / HUFFMAN_LANES;
+            outs[l] = bytes[l];
+            ends[l] = bytes[l] + (n + HUFFMAN_LANES - 1 - l) / HUFFMAN_LANES;
         }
-        auto take = [runs](Bits& next, T*& out) {
+        auto take = [runs](Bits& next, uint8_t*& out) {
             Run run = runs[next.word() % HUFFMAN_WHOLE];
-            store_tokens(tokens_of_run(run), out);
+            store64(out, tokens_of_run(run));
             out += length_of_run(run);
             next.take(run);
-            return run;
         };
         auto have_room = [&] {
             bool all = true;
@@ -210,27 +191,29 @@ class HuffmanDecoder {
             return all;
         };
         Bits next[HUFFMAN_LANES];
-        Run last[HUFFMAN_LANES];
         while (have_room()) {
             for_lanes([&](int l) { next[l] = Bits(in, lanes.bits[l]); });
 #pragma GCC unroll 5
-            for (int k = 0; k < AT_ONCE; ++k) for_lanes([&](int l) { last[l] = take(next[l], outs[l]); });
-            for_lanes([&](int l) {
-                lanes.bits[l] = next[l].end(lanes.bits[l]);
-                if (sizeof(T) > 1 && __builtin_expect(!last[l], 0))
-                    lanes.bits[l] = one_by_one(1, in, lanes.bits[l], outs[l]++);
-            });
+            for (int k = 0; k < AT_ONCE; ++k) for_lanes([&](int l) { take(next[l], outs[l]); });
+            for_lanes([&](int l) { lanes.bits[l] = next[l].end(lanes.bits[l]); });
         }
         for (int l = 0; l < HUFFMAN_LANES; ++l) {
-            while (ends[l] - outs[l] >= int(RUN)) {
-                Bits next(in, lanes.bits[l]);
-                Run run = take(next, outs[l]);
-                lanes.bits[l] = run ? next.end(lanes.bits[l]) : one_by_one(1, in, lanes.bits[l], outs[l]++);
+            uint8_t* out = outs[l];
+            uint64_t bit = lanes.bits[l];
+            while (ends[l] - out >= int(RUN)) {
+                Bits next(in, bit);
+                take(next, out);
+                bit = next.end(bit);
             }
-            while (outs[l] < ends[l]) lanes.bits[l] = one_by_one(1, in, lanes.bits[l], outs[l]++);
+            while (out < ends[l]) {
+                uint8_t token = uint8_t(tokens_of_run(runs[Bits(in, bit).word() % HUFFMAN_WHOLE]));
+                *out++ = token;
+                bit += lengths_[token];
+            }
+            lanes.bits[l] = bit;
         }
         for (int i = 0; i < (n + HUFFMAN_LANES - 1) / HUFFMAN_LANES; ++i)
-            for (int l = 0; l < HUFFMAN_LANES; ++l) symbols[HUFFMAN_LANES * i + l] = of_lanes[l][i];
+            for (int l = 0; l < HUFFMAN_LANES; ++l) symbols[HUFFMAN_LANES * i + l] = bytes[l][i];
     }
 
     // As many with one load as should fit.
@@ -291,10 +274,11 @@ class HuffmanDecoder {
     int64_t count_ = 0, mean_bits_ = 0;
     unsigned most_bits_ = 0;  // of the longest token that has a code
     unsigned width_ = 8;
-    bool has_runs_ = false;
-    // By the next bits:
-    Run runs_[2 * HUFFMAN_WHOLE];  // from HUFFMAN_WHOLE on
-    Symbol symbols_[HUFFMAN_WHOLE];
+    uint8_t lengths_[DIRECT];
+    union {  // by the next bits
+        Run runs_[2 * HUFFMAN_WHOLE];  // from HUFFMAN_WHOLE on
+        Symbol symbols_[HUFFMAN_WHOLE];
+    };
 };
 
 }  // namespace
