@@ -200,7 +200,7 @@ class Exchanges:
     ) -> bytes:
         """Compare calls, and tell all ranks numbers in which they may differ. Bytes for each rank travel along.
 
-        What this rank has for itself is copied.
+        What this rank keeps is copied.
 
         Args:
             numbers: of this rank, as many bytes as the others have.
@@ -219,7 +219,7 @@ class Exchanges:
         largest = max(map(len, incoming))
         exchange.receive(0, size + max(largest, MAX_BYTES_WITH_COMPARISON), list(zip(rows, incoming)))
         if len(incoming[rank]) == len(outgoing[rank]):  # else an error follows
-            incoming[rank][:] = outgoing[rank]  # while the others' travel
+            incoming[rank][:] = outgoing[rank]  # while the other ranks' bytes travel
         counters.wire_bytes += sum(map(len, outgoing)) - len(outgoing[rank])
         counters.wire_bytes += (ranks - 1) * (len(comparison.told) + size)
         with span("wait", size, counters):
@@ -233,9 +233,9 @@ class Exchanges:
         return bytes(told)
 
     def send(self, outgoing: Sequence[Memory], incoming: Sequence[Memory]) -> None:
-        """Send each rank its bytes, also this one, and receive theirs. Ranks must have compared the sizes before."""
+        """Send each rank its bytes, and copy what this rank keeps. Ranks must have compared the sizes before."""
         exchange = self._mesh.start(outgoing, 0, max(map(len, incoming)), incoming)
-        incoming[self._rank][:] = outgoing[self._rank]  # while the others' travel
+        incoming[self._rank][:] = outgoing[self._rank]  # while the other ranks' bytes travel
         require_received(exchange.wait())
 
 

@@ -116,8 +116,8 @@ def _bit_strings(of: Letters, lengths: np.ndarray, codes: np.ndarray) -> list[by
     widths = np.where(has_code, lengths[of.letters], lengths[ESCAPE] + ESCAPED_BITS)
     escaped = codes[ESCAPE] | of.letters.astype(np.uint64) << np.uint64(lengths[ESCAPE])
     values = np.where(has_code, codes[of.letters], escaped) | of.behind << widths.astype(np.uint64)
-    lanes = np.split(np.arange(values.size), of.ends[:-1])
-    return [bits.join(values[lane], (widths + of.bits_behind)[lane]) for lane in lanes]
+    lanes = (np.split(each, of.ends[:-1]) for each in (values, widths + of.bits_behind))
+    return [bits.join(*lane) for lane in zip(*lanes)]
 
 
 def decode(payload: np.ndarray, count: int, is_gapped: bool) -> np.ndarray:
