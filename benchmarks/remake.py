@@ -54,7 +54,7 @@ JOBS = {
         "--peers fp16,ddp-powersgd-1,ddp-powersgd-4,ddp-int8,hivemind --repeat 9 --json",
     ),
     "perf-links": Job(
-        5,
+        2,
         f"{PERF} all_reduce --link 100mbit,1gbit,10gbit,unlimited --sizes 256K:16M:4 --peers fp16,hivemind "
         "--repeat 15 --plot docs/images/perf.png --json",
     ),
@@ -62,7 +62,7 @@ JOBS = {
     "perf-all-to-all-4-ranks": Job(5, f"{PERF} all_to_all --ranks 4 {EXCHANGE}"),
     "perf-all-to-all-8-ranks": Job(8, f"{PERF} all_to_all --ranks 8 {EXCHANGE}"),
     "small-calls": Job(2, "-m benchmarks.small_calls --json benchmarks/results/small-calls.json"),
-    "connections": Job(4, "-m benchmarks.connections --json benchmarks/results/connections.json"),
+    "connections": Job(10, "-m benchmarks.connections --json benchmarks/results/connections.json"),
     "end-to-end-weights": Job(7, f"{STEPS} --frameworks deepspeed,deepspeed-bf16 --rounds 2"),
     "end-to-end-zero-3": Job(4, f"{STEPS} --frameworks deepspeed-zero-3 --rounds 2"),
     "end-to-end-ddp": Job(3, f"{STEPS} --frameworks ddp --rounds 2 --steps 13"),

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="take the settings from this file; --bound overrides it")
     parser.add_argument(
-        "--repeat", metavar="N", help="timed rounds; by default as many as fit into 2 seconds, 5 to 100"
+        "--repeat", metavar="N", help="timed rounds; by default as many as fit into 2 seconds, 5 to 500"
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw speed-up against size")
