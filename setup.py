@@ -1,10 +1,13 @@
-"""Builds the native library. Everything else about the package is in setup.cfg.
+"""Builds the native library, and makes README.md the page on PyPI. Everything else about the package is in setup.cfg.
 
 The library is not a Python extension: it has no Python symbols, is called `libncz_cpu.so` on every Python, and ctypes
 loads it. So one wheel, tagged py3-none-<platform>, serves all Python versions. Without a C++ compiler the package is
 installed without the library and uses its numpy kernels.
 """
 
+import os
+import re
+import runpy
 import sysconfig
 from glob import glob
 from pathlib import Path
@@ -22,6 +25,13 @@ SOURCES = {f"{FOLDER}/library.cpp": [], f"{FOLDER}/portable.cpp": []}  # and the
 # The platform that is built for: where a compiler for another one is used, _PYTHON_HOST_PLATFORM names it.
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):
     SOURCES[f"{FOLDER}/avx2.cpp"] = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
+
+VERSION = runpy.run_path("ncz_plugins/version.py")["__version__"]
+# Such as https://github.com/OWNER/NAME: the workflow that publishes the package sets it.
+REPOSITORY = os.environ.get("REPOSITORY_URL", "")
+# What README.md names by its path: `[words](PATH)` and `<img src="PATH" ...>`.
+LINK = re.compile(r"\[([^]]+)\]\((?!https?:)([^)]+)\)")
+PICTURE = re.compile(r'(<img src=")(?!https?:)([^"]+"[^>]*>)')
 
 
 class BuildLibrary(build_ext):
@@ -55,7 +65,28 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def long_description():
+    """README.md for PyPI, where no other file lies beside it.
+
+    Links and pictures become those of this version's tag in the repository. If its address is not known, links become
+    their words, and pictures go.
+    """
+    text = Path("README.md").read_text(encoding="utf-8")
+    if not REPOSITORY:
+        return PICTURE.sub("", LINK.sub(r"\1", text))
+    text = LINK.sub(rf"[\1]({REPOSITORY}/blob/v{VERSION}/\2)", text)
+    return PICTURE.sub(rf"\1{REPOSITORY}/raw/v{VERSION}/\2", text)
+
+
+def project_urls():
+    """What PyPI shows beside the page."""
+    places = {"Source": "", "Changelog": f"/blob/v{VERSION}/CHANGELOG.md", "Issues": "/issues"}
+    return {name: REPOSITORY + place for name, place in places.items()} if REPOSITORY else {}
+
+
 setup(
+    long_description=long_description(),
+    project_urls=project_urls(),
     ext_modules=[
         Extension(
             "ncz_plugins.kernels.cpu.libncz_cpu",

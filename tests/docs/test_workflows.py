@@ -24,3 +24,11 @@ def test_workflows_run_nothing_but_make_targets(path):
 def test_the_version_that_is_cited_is_that_of_the_package():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(cited["version"]) == __version__
+
+
+@pytest.mark.parametrize("name", ["release", "docs"])
+def test_what_is_published_knows_its_repository(name):
+    environment = yaml.safe_load((FOLDER / f"{name}.yml").read_text())["env"]
+    assert environment["REPOSITORY_URL"] == "${{ github.server_url }}/${{ github.repository }}"
+    reader = {"release": "setup.py", "docs": "mkdocs.yml"}[name]
+    assert "REPOSITORY_URL" in (ROOT / reader).read_text()

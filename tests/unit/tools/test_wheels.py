@@ -1,4 +1,4 @@
-"""What `make wheels` publishes: a library that is not too large, and a source distribution that lacks nothing."""
+"""What `make wheels` publishes: a library that is not too large, a source distribution that lacks nothing, a page."""
 
 import os
 import shutil
@@ -6,14 +6,20 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import BytesParser
+from html.parser import HTMLParser
 
+import markdown
 import pytest
 from repository import ROOT
+
+from ncz_plugins.version import __version__
 
 # All that the package is built from.
 SOURCES = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 # As pip builds a wheel from a source distribution.
 BUILD_WHEEL = "import setuptools.build_meta as backend; print(backend.build_wheel('.'))"
+DESCRIBE = "import setuptools.build_meta as backend; print(backend.prepare_metadata_for_build_wheel('.'))"
 
 
 @pytest.fixture
@@ -37,15 +43,21 @@ def run(*command: str, folder, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.processes
-def test_a_source_distribution_holds_all_and_is_built_where_no_compiler_is(wheels, tmp_path):
-    checkout, nothing = tmp_path / "checkout", tmp_path / "nothing"
-    checkout.mkdir()
-    nothing.mkdir()
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    folder.mkdir()
     for name in SOURCES:
-        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, folder)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "ncz_plugins", checkout / "ncz_plugins", ignore=ignored)
+    shutil.copytree(ROOT / "ncz_plugins", folder / "ncz_plugins", ignore=ignored)
+    return folder
+
+
+@pytest.mark.processes
+def test_a_source_distribution_holds_all_and_is_built_where_no_compiler_is(wheels, checkout, tmp_path):
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
     run("-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), folder=checkout)
     [source] = tmp_path.glob("*.tar.gz")
     with tarfile.open(source) as archive:
@@ -59,6 +71,39 @@ def test_a_source_distribution_holds_all_and_is_built_where_no_compiler_is(wheel
         archive.extractall(tmp_path / "installed")
     package = checkout / "ncz_plugins"
     assert held >= {str(file.relative_to(checkout)) for file in package.rglob("*.*") if file.is_file()}
+    run("-m", "twine", "check", "--strict", str(source), str(unpacked / name), folder=tmp_path)
     assert wheels.LIBRARY not in held and name.startswith("ncz_plugins-") and "-py3-none-" in name
     shown = run("-W", "ignore", "-m", "ncz_plugins", "info", folder=tmp_path / "installed", PATH=str(nothing))
     assert "reinstall ncz_plugins" in shown and "ok (in use)" in shown
+
+
+class Addresses(HTMLParser):
+    """Where the links and pictures of a page are."""
+
+    def __init__(self):
+        super().__init__()
+        self.links, self.pictures = [], []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.links += [given["href"]] if tag == "a" else []
+        self.pictures += [given["src"]] if tag == "img" else []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("repository", ["https://example.com/owner/name", ""])
+def test_what_the_page_on_pypi_names_is_in_the_repository(repository, checkout):
+    name = run("-c", DESCRIBE, folder=checkout, REPOSITORY_URL=repository).splitlines()[-1]
+    about = BytesParser().parsebytes((checkout / name / "METADATA").read_bytes())
+    page = Addresses()
+    page.feed(markdown.markdown(about.get_payload(decode=True).decode()))
+    within = {"links": f"{repository}/blob/v{__version__}/", "pictures": f"{repository}/raw/v{__version__}/"}
+    for kind, at in within.items():
+        own = [each for each in getattr(page, kind) if not each.startswith("https://arxiv.org/")]
+        assert bool(own) == bool(repository), f"{kind}: {own}"
+        for address in own:
+            assert address.startswith(at), address
+            assert (ROOT / address.removeprefix(at).partition("#")[0]).is_file(), address
+    urls = dict(each.split(", ") for each in about.get_all("Project-URL", []))
+    assert set(urls) == ({"Source", "Changelog", "Issues"} if repository else set())
+    assert all(url.startswith(repository) for url in urls.values())
