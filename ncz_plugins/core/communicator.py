@@ -213,7 +213,6 @@ class Communicator(Collectives, Messages):
         if training is not None:
             _require_settings_of(training, config)
         self.training = Training(config) if training is None else training
-        self._schedule_on_gpus = config.transport.schedule  # before tuning names one, which may be refused there
         if self.world_size > 1:
             config = apply_tuning_file(config, self.world_size)
         self.training.begin(ranks=self.world_size, backend=self._backend, link_gbps=config.transport.link_gbps)
@@ -257,7 +256,7 @@ class Communicator(Collectives, Messages):
         if device == HOST:
             return self._on_host
         if device not in self._on_gpus:
-            group = self._group.for_gpus(self._schedule_on_gpus)
+            group = self._group.for_gpus()
             self._on_gpus[device] = GpuCalls(group, device, self._queue, self.group, self._open_on_gpus)
         return self._on_gpus[device]
 

@@ -103,15 +103,11 @@ class Group:
         self.decisions: dict[tuple, tuple] = {}
         self._settings: dict[int, tuple[QuantizerConfig, Settings]] = {}  # by the identity of the quantizer
 
-    def for_gpus(self, schedule: str | None = None) -> Group:
-        """The same ranks and the same order of calls, for tensors on GPUs, whose settings may become others.
-
-        Args:
-            schedule: `transport.schedule` there, as tuning measures tensors in host memory only; None: the same.
-        """
+    def for_gpus(self) -> Group:
+        """The same ranks and the same order of calls, for tensors on GPUs, whose settings may become others."""
         other = copy(self)
         other.on_gpu = True
-        other.use(self.config if schedule is None else self.config.with_transport(schedule=schedule))
+        other.use(self.config.for_gpus())
         return other
 
     @property

@@ -123,7 +123,7 @@ def decide(group: Group, call: Call) -> None:
     if is_coded_on_gpu and group.config.transport.schedule == "halving" and call.pieces is None:
         raise UnsupportedError(
             f"{call.collective}: transport.schedule: halving moves tensors in host memory only, and this one is on a "
-            "GPU; set transport.schedule to direct or ring"
+            "GPU; set transport.schedule to auto, direct or ring"
         )
 
     if call.op is None:

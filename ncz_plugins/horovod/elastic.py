@@ -6,6 +6,7 @@ import copy
 
 from horovod.torch.elastic import state
 
+from ..core.config import Config
 from .compressor import NCZ
 from .gathering import gathered
 
@@ -33,4 +34,7 @@ class _Handler(state.StateHandler):
 
         Ranks that join later take the step from the others in their first reduction.
         """
-        self.value.training.config = gathered(self.value.config.model_dump(mode="json"), "ncz.config")[0]
+        config = self.value.config
+        mine = {"settings": config.for_gpus().model_dump(mode="json"), "schedule": config.transport.schedule}
+        first = gathered(mine, "ncz.config")[0]
+        self.value.training.config = Config.load(first["settings"]).resolved(schedule=first["schedule"])

@@ -17,6 +17,7 @@ import torch
 from ..core.bypass import Bypass
 from ..core.call import Call
 from ..core.call_description import checksum_of
+from ..core.config import Config
 from ..core.errors import MismatchError, PeerError, UnsupportedError, memory_errors
 from ..core.group import Group
 from ..core.run import count_plain, decide, enter, run
@@ -71,8 +72,9 @@ class ProcessSetReducer:
         self._connections = OwnConnections()
         self._streams = GpuStreams()
         self._host = Host()  # keeps the memory for frames between calls
-        # For each compressor, what lasts between calls, by whether Horovod carries them and whether GPUs hold tensors.
-        self._groups: WeakKeyDictionary[NCZ, dict[tuple[bool, bool], Group]] = WeakKeyDictionary()
+        # For each compressor, settings and what lasts between calls with them, by whether Horovod carries the calls and
+        # whether GPUs hold tensors.
+        self._groups: WeakKeyDictionary[NCZ, dict[tuple[bool, bool], tuple[Config, Group]]] = WeakKeyDictionary()
 
     def start(self, job: Job, number: int, tensors: list[PendingTensor]) -> Handle:
         """Start to reduce a bucket before the program waits for it. If not all ranks are about to, the plan stops.
@@ -193,13 +195,15 @@ class ProcessSetReducer:
         """What lasts between the calls of one compressor, made anew if its settings were changed."""
         compressor, process_set = job.owner.compressor, job.process_set
         groups, way = self._groups.setdefault(compressor, {}), (by_horovod, on_gpu)
-        if way not in groups or groups[way].config is not compressor.config:
+        made_with, group = groups.get(way, (None, None))
+        if made_with is not compressor.config:
             # Horovod's own operations carry the direct schedule only.
             schedule, ranks = "direct" if by_horovod else None, (process_set.ranks, process_set.rank())
             group = Group(compressor.training, compressor.config, *ranks, auto_schedule=schedule)
-            groups[way] = group.for_gpus() if on_gpu else group
-        groups[way].order.exact_calls = 0  # only some ranks may have counted a call that failed
-        return groups[way]
+            group = group.for_gpus() if on_gpu else group
+            groups[way] = compressor.config, group
+        group.order.exact_calls = 0  # only some ranks may have counted a call that failed
+        return group
 
 
 def _reduce_by_horovod(job: Job, tensors: list[PendingTensor], name: str) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("horovod")
 
+import horovod.torch as hvd
 from launch import horovodrun, launch
-from on_rank import raises, same_on_all_ranks, start
+from on_rank import folder, raises, same_on_all_ranks, start
 from scenarios import HOROVOD, on_ranks
 from under_horovod import own_values, sha256
 
@@ -52,6 +53,16 @@ def reduce_as_tuned(file: str) -> bool:
         expected = {"too small": 1} if tensor.nbytes < tuning.min_bytes else {}
     assert total.bypasses == expected and total.calls == 1 and total.compressed_calls == (not expected)
     same_on_all_ranks(sha256([result]))
+
+    # A schedule of host memory is left open on GPUs, also where elastic training has passed on the settings of rank 0.
+    halves = folder() / f"halves{hvd.rank()}.json"
+    tuning.model_copy(update={"schedule": "halving", "min_bytes": 0}).write(halves)
+    compressor = ncz.NCZ(transport={"tuning": str(halves), **OPEN})
+    hvd.elastic.TorchState(ncz=compressor).sync()
+    ours = compressor.config
+    assert (ours.transport.schedule, ours.for_gpus().transport.schedule) == ("halving", "auto")
+    same_on_all_ranks(sha256([ncz.allreduce(tensor, name="halved", compression=compressor)]))
+    assert compressor.stats.total.compressed_calls == 1
 
     # Without a file, and with one that is missing.
     remedy = "horovodrun -np N ncz tune --output tuned.json"

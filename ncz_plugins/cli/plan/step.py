@@ -131,8 +131,9 @@ class _Calls:
 def resolved(config: Config, group: Group) -> Config:
     """`config` as ranks on several hosts resolve it after measuring their link."""
     # On GPUs the link is measured with uncompressed calls, whose rings get the whole link of a node.
-    gbps = group.link.gbps / (1 if group.costs.kind == "gpu" else group.ranks_per_node)
-    return config.resolved(
+    on_gpu = group.costs.kind == "gpu"
+    gbps = group.link.gbps / (1 if on_gpu else group.ranks_per_node)
+    return (config.for_gpus() if on_gpu else config).resolved(
         link_gbps=float(f"{min(max(gbps, 1e-3), 1e4):.3g}"),  # the range of transport.link_gbps
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from ..errors import ConfigError
 from .deepspeed_file import DEEPSPEED_KEY, is_deepspeed
@@ -77,6 +77,9 @@ class Config(Section):
         f"activations have {ROLE_DEFAULTS['activation'].applied_to(QuantizerConfig()).describe()}.",
     )
     statistics: StatisticsConfig = StatisticsConfig()
+    # Whether tuning chose `transport.schedule`, which then holds for tensors in host memory alone. A schedule that
+    # users name holds for all tensors.
+    _schedule_is_tuned: bool = PrivateAttr(default=False)
 
     @field_validator("roles")
     @classmethod
@@ -180,7 +183,13 @@ class Config(Section):
 
     def with_transport(self, **values: Any) -> Config:
         """A copy with these settings of `transport` replaced."""
-        return type(self)(**dict(self) | {"transport": self.transport.model_dump() | values})
+        made = type(self)(**dict(self) | {"transport": self.transport.model_dump() | values})
+        made._schedule_is_tuned = self._schedule_is_tuned and "schedule" not in values
+        return made
+
+    def for_gpus(self) -> Config:
+        """These settings for tensors on GPUs: a schedule that tuning chose, for host memory, is `auto` again."""
+        return self.with_transport(schedule="auto") if self._schedule_is_tuned else self
 
     @property
     def needs_measuring(self) -> bool:
@@ -227,7 +236,7 @@ class Config(Section):
         """A copy in which settings left open (`auto` or null) have these values. Names no tuning file.
 
         Args:
-            schedule: replaces `auto`.
+            schedule: replaces `auto` for tensors in host memory: see `for_gpus`.
             frame_bytes: replaces `auto`; None for the default, which differs on GPUs.
             min_bytes: replaces `auto` and null. None: `auto` becomes what follows from the link, null stays null, which
                 means another size on GPUs.
@@ -241,11 +250,16 @@ class Config(Section):
         if self.transport.frame_bytes == "auto":  # null stays: it means different sizes on CPUs and GPUs
             taken["frame_bytes"] = frame_bytes
         entropy = self.entropy.model_copy(update={"costs": self.entropy.costs or costs})
-        return self.with_transport(**taken, tuning=None).model_copy(update={"entropy": entropy})
+        made = self.with_transport(**taken, tuning=None).model_copy(update={"entropy": entropy})
+        made._schedule_is_tuned = self._schedule_is_tuned or taken.get("schedule", "auto") != "auto"
+        return made
 
     def canonical(self) -> str:
         """Compact JSON with sorted keys. Ranks compare this text: equal text means equal settings."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        settings = self.model_dump(mode="json")
+        if self._schedule_is_tuned:  # on GPUs it differs from one that a user named
+            settings["transport"]["schedule"] += ", as tuned"
+        return json.dumps(settings, sort_keys=True, separators=(",", ":"))
 
     def describe(self) -> str:
         """The settings in one short line."""

@@ -206,6 +206,7 @@ def test_the_choices_of_a_tuning_file_count(capsys, tmp_path):
     assert found["costs_from"].endswith(f", coders from {tmp_path / 'tuned.json'}")
     [found] = plan(capsys, *SLOW, "--config", str(tuned(tmp_path, min_bytes="never")))["plans"]
     assert found["steps"][2]["compressed_calls"] == 0 and found["verdict"]["pays"] == "no"
+    plan(capsys, *SLOW, "--costs", "gpu", "--config", str(tuned(tmp_path, schedule="halving")))  # which GPUs leave open
 
 
 # ------------------------------------------------------------------ what is measured of trainings

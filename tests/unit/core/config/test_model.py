@@ -462,6 +462,16 @@ def test_resolving_fills_in_only_what_is_left_open():
     assert left_open.resolved().transport == TransportConfig(min_bytes="128KiB")
 
 
+def test_a_schedule_that_tuning_chose_is_open_again_for_gpus():
+    tuned = Config().resolved(schedule="ring")
+    named = Config(transport={"schedule": "ring"}).resolved(schedule="direct")
+    assert tuned.transport == named.transport
+    assert tuned.resolved(link_gbps=1.0).for_gpus().transport == TransportConfig(link_gbps=1.0)
+    assert named.for_gpus() is named
+    assert tuned.with_transport(schedule="direct").for_gpus().transport.schedule == "direct"
+    assert tuned.canonical() != named.canonical()  # such ranks differ on GPUs
+
+
 @pytest.mark.parametrize(
     ("gbps", "least"),
     [
