@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from on_rank import digest, rank, same_on_all_ranks, values, world_size
 from scenarios import on_ranks, ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ncz_plugins import Communicator, NczError
 from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.core.transport import mesh
+from ncz_plugins.torch import ddp
 
 SCHEDULES = ("direct", "halving")
 SOON = 20.0  # seconds; the time-out is half an hour
@@ -106,6 +109,24 @@ def test_a_communicator_takes_four_descriptors_with_one_peer_and_three_threads(g
         assert more["files"] <= 4 + extra_files + served and more["threads"] <= 3 + extra_threads, more
     for communicator in communicators:
         communicator.close()
+
+
+@two_ranks
+def test_a_hundred_models_under_ddp_take_a_fifth_of_the_usual_descriptors(group):
+    """Each takes two, and three threads: one makes its calls, one decodes, one completes futures."""
+    models = [DistributedDataParallel(nn.Linear(64, 64), process_group=group) for _ in range(100)]
+    before, served = held(), world_size if rank == 0 else 0  # connections with the store
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    compressed = [ddp.compress(model, {"transport": {"min_bytes": 0, "link_gbps": 1}}) for model in models]
+    for model in models:
+        model(values(rank, 64)).sum().backward()
+    more = {name: number - before[name] for name, number in held().items()}
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert more["files"] <= 2 * len(models) + 1 + served and more["threads"] <= 3 * len(models), more
+    assert all(each.stats.total.compressed_calls > 0 for each in compressed)
+    for each in compressed:
+        each.close()
 
 
 @two_ranks
