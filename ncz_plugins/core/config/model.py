@@ -26,7 +26,7 @@ from .fields import (
     min_bytes_for,
 )
 from .paths import escaped, expanded_path
-from .presets import NAMES, SHORT_FORM, is_preset, preset
+from .presets import NAMES, PRESETS, SHORT_FORM, is_preset, preset
 from .section import Section, settings_of
 from .sections import (
     CoderCosts,
@@ -305,8 +305,11 @@ def _with_text_keys(document: Mapping[Any, Any]) -> dict[str, Any]:
 def _explain_missing(source: str) -> str:
     """Error message for a string that names neither a preset nor a file."""
     allowed = f"allowed: {NAMES}, or the path of a .yaml, .yml or .json file"
-    if get_close_matches(source.lower(), [SHORT_FORM, "ncz", "nccl"], n=1):
-        return f"{source!r} is not a configuration; did you mean '{SHORT_FORM}'? {allowed}"
+    # Misspelt, or a preset without what its name begins with.
+    meant = [SHORT_FORM] if get_close_matches(source.lower(), [SHORT_FORM, "ncz", "nccl"], n=1) else []
+    meant += [f"{SHORT_FORM}:{each}" for each in PRESETS if each == source.lower()]
+    if meant:
+        return f"{source!r} is not a configuration; did you mean '{meant[0]}'? {allowed}"
     return f"{source}: no such file (looked in {os.getcwd()}); {allowed}"
 
 

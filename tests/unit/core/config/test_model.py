@@ -644,6 +644,10 @@ def test_a_misspelt_short_form_gets_a_suggestion(typo):
     assert f"{typo!r} is not a configuration; did you mean 'ncclz'?" in message(typo)
 
 
+def test_a_preset_without_its_first_word_gets_a_suggestion():
+    assert "'small' is not a configuration; did you mean 'ncclz:small'?" in message("small")
+
+
 def test_a_missing_file_is_named(tmp_path):
     assert f"{tmp_path}/my.yaml: no such file" in message(f"{tmp_path}/my.yaml")
     assert f"{tmp_path}/my.yaml: cannot be read: No such file" in message(tmp_path / "my.yaml")
