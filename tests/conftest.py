@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 
 import pytest
@@ -39,7 +40,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They start processes of their own, as many as there are cores or more, and some of them measure how long something
-# takes. So they run one after the other.
+# takes. So they run one after the other, until all else is done.
 ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
 
 
@@ -99,10 +100,11 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which one process does not need
 def pytest_xdist_make_scheduler(config, log):
-    """One process begins with what must not run side by side; the others take the rest, file by file, and all end it.
+    """Hand out files so that tests that compute fill the gaps of others, which wait: for ranks, launchers, time-outs.
 
-    So tests that compute fill the gaps that others leave while they wait: for launchers, for each other, for time-outs.
-    So it is with `--dist loadscope`, which `make test` asks for. Other ways of sharing out are those of pytest-xdist.
+    The first process begins with `ONE_AFTER_THE_OTHER`, the second with the rest. A third one begins at the end, with
+    tests/unit, which start few processes. Whoever has none left helps the others. So it is with `--dist loadscope`,
+    which `make test` asks for. Other ways of sharing out are those of pytest-xdist.
     """
     if config.getoption("dist") != "loadscope":
         return None
@@ -111,8 +113,18 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = PurePath(nodeid.partition("::")[0])
-            folder = file.parts[1]
-            return "processes" if folder in ONE_AFTER_THE_OTHER else "cuda" if folder == "cuda" else str(file)
+            return nodeid.partition("::")[0]
+
+        def _assign_work_unit(self, node) -> None:
+            self.workqueue.move_to_end(next_file(node.gateway.id, self.workqueue), last=False)
+            super()._assign_work_unit(node)
 
     return ByFolder(config, log)
+
+
+def next_file(process: str, files: Mapping[str, object]) -> str:
+    """Which of the `files` that are left a process of pytest-xdist begins next."""
+    if process == "gw2":
+        return next(reversed(files))
+    own = [file for file in files if (PurePath(file).parts[1] in ONE_AFTER_THE_OTHER) == (process == "gw0")]
+    return next(iter(own or files))
