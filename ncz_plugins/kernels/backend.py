@@ -310,6 +310,18 @@ class HostBackend(Backend):
     """
 
     @abstractmethod
+    def rare_differences(self, x: Array, base: Array, most: int, gaps: Array, codes: Array) -> int:
+        """Inverse of `add_rare_differences`, where up to `most` elements differ: writes `gaps` and `codes`.
+
+        Args:
+            gaps: room for `len(x) + OCTET` of them, int32.
+            codes: room for `most`, int32.
+
+        Returns the number of changes. If there are more than `most`, it may be too low, but not that low, and `gaps`
+        and `codes` are undefined.
+        """
+
+    @abstractmethod
     def add_rare_differences(self, gaps: Array, codes: Array, base: Array, out: Array) -> bool:
         """`add_differences` of few elements; all others are those of `base`. `out` may be `base`.
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .arrays import is_on_host, numpy_of, put
-from .format import CHUNK, HEADER, HEADER_BYTES, MAGIC, VERSION, Coder, Coding, DamagedFrame, Predictor, max_frame_bytes
+from .arrays import numpy_of, put
+from .format import CHUNK, HEADER, HEADER_BYTES, MAGIC, OCTET, VERSION, Coder, Coding, DamagedFrame, Predictor
 from .lossless import check_header, next_frame
 from .scratch import Scratch
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .arrays import Array
-    from .backend import Backend, HostBackend
+    from .backend import HostBackend
 
 _LEAST_CODES = CHUNK  # of a frame: in shorter ones two more headers are too many
 # Most codes that are not 0, for links of this many picoseconds per byte and more: up to 160 Mbit/s, and 1.6 Gbit/s,
@@ -29,28 +29,23 @@ _MAX_SHARES = ((50_000, 1 / 4), (5_000, 1 / 32))
 _scratch = Scratch()
 
 
-def encode_sparse(backend: Backend, codes: Array, coding: Coding, frame: Array) -> int:
-    """Write `codes` as a SPARSE frame. Returns the bytes written; 0 if it would not pay, or if `coding` says a coder.
+def encode_sparse(backend: HostBackend, x: Array, base: Array, coding: Coding, frame: Array) -> int:
+    """Write what changes from `base` to `x` as a SPARSE frame. Returns the bytes written.
 
-    `frame` is uint8, at least `max_frame_bytes` of all codes long.
+    0 if it would not pay, or if `coding` says a coder. `frame` is uint8, at least `max_frame_bytes(len(x))` long.
     """
-    max_share = next((share for link, share in _MAX_SHARES if coding.costs.link >= link), 0)
-    if coding.coder != Coder.AUTO or not max_share or not is_on_host(codes) or len(codes) < _LEAST_CODES:
+    count, max_share = len(x), next((share for link, share in _MAX_SHARES if coding.costs.link >= link), 0)
+    if coding.coder != Coder.AUTO or not max_share or count < _LEAST_CODES:
         return 0
-    codes, frame = numpy_of(codes), numpy_of(frame)
-    is_change = codes != 0
-    if not 0 < np.count_nonzero(is_change) <= max_share * len(codes):
+    most = int(max_share * count)
+    gaps, codes = _scratch.of("gaps", count + OCTET, "int32"), _scratch.of("codes", most, "int32")
+    changes = backend.rare_differences(x, base, most, gaps, codes)
+    if not 0 < changes <= most:
         return 0
-    places = np.flatnonzero(is_change)  # of bool it takes a tenth of the time
-    gaps = places.astype(np.int32)
-    gaps[1:] -= gaps[:-1] + 1
-    end = HEADER_BYTES
-    for part in (gaps, codes[places]):
-        inner = _scratch.of("inner", max_frame_bytes(len(part)), "uint8")
-        size = int(backend.encode_codes(part, coding, inner))
-        frame[end : end + size] = inner[:size]
-        end += size
-    header = (MAGIC, VERSION, Coder.SPARSE, Predictor.NONE, 0, len(codes), end - HEADER_BYTES, 0, 0)
+    frame, end = numpy_of(frame), HEADER_BYTES
+    for part in (gaps, codes):
+        end += int(backend.encode_codes(part[:changes], coding, frame[end:]))
+    header = (MAGIC, VERSION, Coder.SPARSE, Predictor.NONE, 0, count, end - HEADER_BYTES, 0, 0)
     put(HEADER.pack(*header), frame[:HEADER_BYTES])
     return end
 

@@ -41,9 +41,7 @@ def encode_update(backend: Backend, x: Array, base: Array | None, coding: Coding
     if base is None:
         return encode_floats(backend, x, coding, frame)
     if NAMES[x.dtype] in COUNTED:
-        codes = _scratch.of("differences", len(x), "int32", device_of(x))
-        backend.differences(x, base, codes)
-        size = encode_sparse(backend, codes, coding, frame) or int(backend.encode_codes(codes, coding, frame))
+        size = _encode_differences(backend, x, base, coding, frame)
     else:
         size = encode_byte_changes(backend, x, base, coding, frame)
     if size <= _MAX_SHARE_WITHOUT_SPLIT * x.nbytes:
@@ -54,6 +52,16 @@ def encode_update(backend: Backend, x: Array, base: Array | None, coding: Coding
         frame[:whole_size] = whole[:whole_size]
         return whole_size
     return size
+
+
+def _encode_differences(backend: Backend, x: Array, base: Array, coding: Coding, frame: Array) -> int:
+    if isinstance(backend, HostBackend):  # GPUs' kernels don't read SPARSE
+        size = encode_sparse(backend, x, base, coding, frame)
+        if size:
+            return size
+    codes = _scratch.of("differences", len(x), "int32", device_of(x))
+    backend.differences(x, base, codes)
+    return int(backend.encode_codes(codes, coding, frame))
 
 
 def decode_update(

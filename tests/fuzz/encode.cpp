@@ -115,6 +115,26 @@ Memory steps_of(const Control& control, bool inverse) {
     return steps;
 }
 
+// Where floats change and by how much, which are all codes but 0, gives the floats back.
+void check_rare_differences(const Control& control, const Memory& x, const Memory& base, const Memory& codes) {
+    int64_t count = control.count, expected = 0;
+    for (int64_t i = 0; i < count; ++i) expected += codes.as<int32_t>()[i] != 0;
+    for (const Kernels& kernels : both_kernels()) {
+        Memory gaps(4 * (count + OCTET), kernels.fill), out(x.bytes(), kernels.fill);
+        auto found = [&](const Memory& changes) {
+            return kernels.rare_differences(x.data(), base.data(), control.dtype, count, changes.bytes() / 4,
+                                            gaps.as<int32_t>(), changes.as<int32_t>());
+        };
+        if (expected) require(found(Memory(4 * (expected - 1), kernels.fill)) >= expected, "there is no room for a change");
+        Memory changes(4 * expected, kernels.fill);
+        require(found(changes) == expected, "elements that change are missing");
+        if (!expected) continue;
+        require(kernels.add_rare_differences(gaps.as<int32_t>(), changes.as<int32_t>(), expected, base.data(), count,
+                                             out.data(), control.dtype) && out == x,
+                "rare changes do not give the floats back");
+    }
+}
+
 // Any floats as changes from any others, which come back to the bit.
 void check_differences(const Control& control, const Memory& x, const uint8_t* data, size_t size) {
     int64_t count = control.count, bytes = count * element_bytes(control.dtype);
@@ -124,6 +144,7 @@ void check_differences(const Control& control, const Memory& x, const uint8_t* d
         kernels.differences(x.data(), base.data(), control.dtype, count, static_cast<int32_t*>(out));
     });
     check_codes(control, codes);
+    check_rare_differences(control, x, base, codes);
     Memory restored = output_of_both(bytes, [&](const Kernels& kernels, void* out) {
         if (bytes) memcpy(out, base.data(), size_t(bytes));
         kernels.add_differences(codes.as<int32_t>(), out, count, out, control.dtype);

@@ -33,6 +33,8 @@
                              const void* inverse_steps, int64_t count, const ncz::Coding* coding, uint8_t* out,       \
                              const ncz::Noise* noise, uint8_t* scratch);                                              \
     void ncz_differences_##set(const void* x, const void* base, int32_t dtype, int64_t count, int32_t* codes);        \
+    int64_t ncz_rare_differences_##set(const void* x, const void* base, int32_t dtype, int64_t count, int64_t most,   \
+                                       int32_t* gaps, int32_t* codes);                                                \
     void ncz_add_differences_##set(const int32_t* codes, const void* base, int64_t count, void* out, int32_t dtype);  \
     int32_t ncz_add_rare_differences_##set(const int32_t* gaps, const int32_t* codes, int64_t changes,                \
                                            const void* base, int64_t count, void* out, int32_t dtype);                \
@@ -61,6 +63,7 @@ struct Kernels {
     decltype(&ncz_decode_portable) decode;
     decltype(&ncz_reduce_portable) reduce;
     decltype(&ncz_differences_portable) differences;
+    decltype(&ncz_rare_differences_portable) rare_differences;
     decltype(&ncz_add_differences_portable) add_differences;
     decltype(&ncz_add_rare_differences_portable) add_rare_differences;
     decltype(&ncz_decode_changes_portable) decode_changes;
@@ -73,8 +76,8 @@ struct Kernels {
     ncz_scratch_bytes_##set, ncz_checksum_##set, ncz_digest_##set, ncz_block_statistics_##set,    \
         ncz_quantize_##set, ncz_dequantize_##set, ncz_encode_codes_##set, ncz_decode_codes_##set, \
         ncz_encode_##set, ncz_decode_##set, ncz_reduce_##set, ncz_differences_##set,              \
-        ncz_add_differences_##set, ncz_add_rare_differences_##set, ncz_decode_changes_##set,      \
-        ncz_root_mean_squares_##set, ncz_steps_of_##set
+        ncz_rare_differences_##set, ncz_add_differences_##set, ncz_add_rare_differences_##set,    \
+        ncz_decode_changes_##set, ncz_root_mean_squares_##set, ncz_steps_of_##set
 
 // Two that must agree on everything. Where AVX2 is missing, the portable ones are both; results must then still not
 // depend on what stood in the memory.

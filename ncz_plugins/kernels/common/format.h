@@ -32,7 +32,7 @@ typedef unsigned long long uintptr_t;
 
 namespace ncz {
 
-constexpr int32_t ABI_VERSION = 9;  // of the C functions; ../cpu/__init__.py expects the same
+constexpr int32_t ABI_VERSION = 10;  // of the C functions; ../cpu/__init__.py expects the same
 
 constexpr uint32_t MAGIC = 0x465A434E;
 constexpr uint8_t VERSION = 1;

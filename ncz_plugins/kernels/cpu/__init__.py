@@ -33,6 +33,7 @@ from ..format import (
     COMBINED,
     FLOATS,
     HEADER_BYTES,
+    OCTET,
     Coding,
     Noise,
     Rows,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from ..arrays import Array
 
 LIBRARY = Path(__file__).with_name("libncz_cpu.so")
-ABI_VERSION = 9  # ncz::ABI_VERSION in common/format.h
+ABI_VERSION = 10  # ncz::ABI_VERSION in common/format.h
 _FRAMES_TOGETHER = 4  # FRAMES_TOGETHER in codec.h
 
 _POINTER, _INT32, _INT64, _UINT32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
@@ -80,7 +81,8 @@ _FUNCTIONS = {  # name: (result, arguments), as at the end of codec.h
         _INT64,
         (_POINTER, _POINTER, _INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _POINTER, _POINTER),
     ),
-    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next three in differences.h
+    "differences": (None, (_POINTER, _POINTER, _INT32, _INT64, _POINTER)),  # with the next four in differences.h
+    "rare_differences": (_INT64, (_POINTER, _POINTER, _INT32, _INT64, _INT64, _POINTER, _POINTER)),
     "add_differences": (None, (_POINTER, _POINTER, _INT64, _POINTER, _INT32)),
     "add_rare_differences": (_INT32, (_POINTER, _POINTER, _INT64, _POINTER, _INT64, _POINTER, _INT32)),
     "decode_changes": (
@@ -238,6 +240,13 @@ class CpuBackend(HostBackend):
         number = _DTYPE[dtype]
         floats = address(x, "x", dtype), address(base, "base", dtype, count)
         self._differences(*floats, number, count, address(codes, "codes", "int32", count))
+
+    def rare_differences(self, x, base, most, gaps, codes):
+        count, dtype = len(x), x.dtype
+        number = _DTYPE[dtype]
+        floats = address(x, "x", dtype), address(base, "base", dtype, count), number, count
+        rare = address(gaps, "gaps", "int32", count + OCTET), address(codes, "codes", "int32", most)
+        return self._rare_differences(*floats, most, *rare)
 
     def add_differences(self, codes, base, out):
         count, dtype = len(out), out.dtype

@@ -85,6 +85,59 @@ bool add_rare_differences(const int32_t* gaps, const int32_t* codes, int64_t cha
     return true;
 }
 
+// Which of up to CHUNK elements differ: 1 or 0 in a byte for each. Returns how many do. Compilers vectorize it.
+template <class T>
+int mark_differences(const T* x, const T* base, int n, uint8_t* differ) {
+    UnsignedBits<T> sum = 0;
+    for (int i = 0; i < n; ++i) {
+        UnsignedBits<T> a, b;
+        memcpy(&a, x + i, sizeof a);
+        memcpy(&b, base + i, sizeof b);
+        differ[i] = a != b;
+        sum += a != b;
+    }
+    return int(sum);
+}
+
+// The inverse of add_rare_differences. Returns how many elements differ; above `most` a number that may be too low, and nothing of
+// use is written. `gaps`: room for `count` and OCTET more. `codes`: room for `most`.
+template <class T>
+int64_t rare_differences(const T* x, const T* base, int64_t count, int64_t most, int32_t* gaps, int32_t* codes) {
+    constexpr uint64_t eight = 0x0706050403020100u;
+    constexpr int64_t looked_at = 8;  // chunks
+    uint8_t differ[CHUNK], places[OCTET];
+    int64_t changes = 0, previous = -1, sum = 0;
+    // Where too many seem to differ, they are counted, which takes less time than listing `most` of them.
+    for (int64_t c = 0; c < chunks_of(count); ++c) {
+        sum += mark_differences(x + c * CHUNK, base + c * CHUNK, length_of(c, count), differ);
+        if (sum > most) return sum;
+        if (c + 1 == looked_at && sum * count <= most * looked_at * CHUNK) break;
+    }
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        int n = length_of(first / CHUNK, count);
+        if (n % OCTET) store64(differ + n / OCTET * OCTET, 0);
+        mark_differences(x + first, base + first, n, differ);
+        // Where they are, eight elements at a time, without a branch for each.
+        int64_t end = changes;
+        for (int i = 0; i < n; i += OCTET) {
+            uint64_t chosen = load64(differ + i);
+            if (!chosen) continue;
+            store64(places, compact_bytes(eight, chosen));
+            for (int k = 0; k < OCTET; ++k) gaps[end + k] = int32_t(first + i + places[k]);
+            end += __builtin_popcountll(chosen);
+        }
+        if (end > most) return end;
+        // From there to gaps and codes, while the elements are in the fastest cache.
+        for (; changes < end; ++changes) {
+            int64_t place = gaps[changes];
+            differences(x + place, base + place, 1, codes + changes);
+            gaps[changes] = int32_t(place - previous - 1);
+            previous = place;
+        }
+    }
+    return changes;
+}
+
 // Bytes of the frame that a SPARSE one goes on with; 0 if it is none.
 inline int64_t inner_bytes(const uint8_t* at, const uint8_t* end, Header& header) {
     if (end - at < HEADER_BYTES) return 0;
@@ -118,6 +171,15 @@ NCZ_EXPORT void NCZ_NAME(differences)(const void* x, const void* base, int32_t d
     with_bits(x, dtype, [&](auto* x) {
         differences(x, static_cast<decltype(x)>(const_cast<void*>(base)), count, codes);
     });
+}
+
+NCZ_EXPORT int64_t NCZ_NAME(rare_differences)(const void* x, const void* base, int32_t dtype, int64_t count, int64_t most,
+                                              int32_t* gaps, int32_t* codes) {
+    int64_t changes = 0;
+    with_bits(x, dtype, [&](auto* x) {
+        changes = rare_differences(x, static_cast<decltype(x)>(const_cast<void*>(base)), count, most, gaps, codes);
+    });
+    return changes;
 }
 
 NCZ_EXPORT void NCZ_NAME(add_differences)(const int32_t* codes, const void* base, int64_t count, void* out,

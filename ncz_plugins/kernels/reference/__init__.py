@@ -83,6 +83,14 @@ class ReferenceBackend(HostBackend):
     def differences(self, x, base, codes):
         numpy_of(codes)[:] = differences.differences(_integers(x), _integers(base))
 
+    def rare_differences(self, x, base, most, gaps, codes):
+        changes = differences.differences(_integers(x), _integers(base))
+        places = np.flatnonzero(changes)
+        if len(places) <= most:
+            numpy_of(gaps)[: len(places)] = np.diff(places, prepend=-1) - 1
+            numpy_of(codes)[: len(places)] = changes[places]
+        return len(places)
+
     def add_differences(self, codes, base, out):
         _integers(out)[:] = differences.restored(numpy_of(codes), _integers(base))
 

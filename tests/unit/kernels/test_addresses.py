@@ -14,6 +14,7 @@ from ncz_plugins.kernels.backend import Sum
 from ncz_plugins.kernels.cuda import CudaBackend
 from ncz_plugins.kernels.cuda.arguments import inputs_table, require_on
 from ncz_plugins.kernels.format import (
+    OCTET,
     Coder,
     Coding,
     Combination,
@@ -74,6 +75,10 @@ CALLS = {
     "decode": {"frame": frame(), "scales": steps(), "out": floats()},
     "reduce": {"frame": frame(), "x": floats(), "inverse_steps": steps(), "coding": CODING, "out": room()},
     "differences": {"x": floats(), "base": floats(), "codes": codes()},
+    "rare_differences": {
+        "x": floats(), "base": floats(), "most": 9, "gaps": torch.zeros(COUNT + OCTET, dtype=torch.int32),
+        "codes": torch.zeros(9, dtype=torch.int32),
+    },
     "add_differences": {"codes": codes(), "base": floats(), "out": floats()},
     "add_rare_differences": {
         "gaps": torch.zeros(COUNT, dtype=torch.int32), "codes": codes(), "base": floats(), "out": floats(),
@@ -93,9 +98,9 @@ CALLS = {
 SIZES_THE_CALL = {  # the tensors whose own length says how much is worked on: they are never too short
     ("block_statistics", "x"), ("quantize", "x"), ("dequantize", "out"), ("encode_codes", "codes"),
     ("decode_codes", "codes"), ("decode_codes", "frame"), ("encode", "x"), ("decode", "frame"), ("decode", "out"),
-    ("reduce", "frame"), ("reduce", "x"), ("differences", "x"), ("add_differences", "out"), ("root_mean_squares", "x"),
-    ("steps_of", "agreed"), ("add_packed", "out"), ("add_rare_differences", "codes"), ("add_rare_differences", "out"),
-    ("decode_changes", "frame"), ("decode_changes", "out"),
+    ("reduce", "frame"), ("reduce", "x"), ("differences", "x"), ("rare_differences", "x"), ("add_differences", "out"),
+    ("root_mean_squares", "x"), ("steps_of", "agreed"), ("add_packed", "out"), ("add_rare_differences", "codes"),
+    ("add_rare_differences", "out"), ("decode_changes", "frame"), ("decode_changes", "out"),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from ncz_plugins.kernels.format import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    OCTET,
     VERSION,
     Coder,
     Coding,
@@ -79,6 +80,23 @@ def test_every_bit_comes_back(backend, dtype, places):
             before = base.clone()
             decode_update(backend, frame, out if torch.equal(bits(out), bits(base)) else before, out)
             assert torch.equal(bits(out), bits(x)) and torch.equal(bits(before), bits(base))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 7, CHUNK, COUNT, 2 * CHUNK + 8])
+@pytest.mark.parametrize("every", [1, 2, 7, 1000])
+def test_changes_that_are_found_are_those_of_the_reference(backend, dtype, count, every):
+    base, x = versions(dtype, range(0, count, every), np.arange(1, 1 + len(range(0, count, every))), count)
+    expected, found = torch.full((2, 2, count + OCTET + 1), 7, dtype=torch.int32)
+    changes = REFERENCE.rare_differences(x, base, count, *expected)
+    assert changes == len(range(0, count, every)) > 0
+    # With room for these alone, and not for one of them.
+    assert backend.rare_differences(x, base, changes, found[0, :-1], found[1]) == changes
+    assert torch.equal(found[:, :changes], expected[:, :changes])
+    assert found[0, -1] == 7 and (found[1, changes:] == 7).all()
+    found[1] = 7
+    assert backend.rare_differences(x, base, changes - 1, found[0, :-1], found[1]) >= changes
+    assert found[0, -1] == 7 and (found[1, changes - 1 :] == 7).all()
 
 
 def test_backends_read_the_frames_of_each_other(any_backend):
