@@ -241,6 +241,15 @@ def test_reasons_to_go_plain_have_the_remedies_that_messages_print():
     assert rows in (ROOT / "docs" / "guides" / "metrics.md").read_text(), f"the table is to have the rows\n{rows}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if ROOT / "docs" in page.parents], ids=name_of)
+def test_a_page_begins_with_a_sentence(page):
+    """So that somebody whom a search has brought knows what the page is about."""
+    _, _, text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(), flags=re.DOTALL).lstrip().partition("\n")
+    first, _, _ = text.lstrip().partition("\n\n")
+    assert re.match(r"[\w\[*`]", first) and not first.startswith("```"), first
+    assert len(first.split()) >= 8, first
+
+
 def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 120
 
