@@ -49,6 +49,11 @@ def ncz(private_network, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def fp16(private_network, tmp_path_factory):
+    return train("fp16", LAST_STEPS, tmp_path_factory.mktemp("fp16"))
+
+
+@pytest.fixture(scope="module")
 def three_ranks(private_network, tmp_path_factory):
     return train("ncz", STEPS, tmp_path_factory.mktemp("3-ranks"), ranks=3)
 
@@ -79,6 +84,11 @@ def test_three_ranks_send_what_the_statistics_say_and_stay_identical(three_ranks
 
 def test_at_most_a_quarter_of_what_horovod_sends(plain, ncz):
     assert bytes_per_step(ncz) <= bytes_per_step(plain) / 4
+
+
+def test_sixteen_bits_send_half_and_the_default_less_than_half_of_that(plain, fp16, ncz):
+    assert bytes_per_step(plain) / 2 < bytes_per_step(fp16) <= 0.55 * bytes_per_step(plain)
+    assert bytes_per_step(ncz) <= bytes_per_step(fp16) / 2
 
 
 def test_the_loss_follows_the_plain_run(plain, close):
