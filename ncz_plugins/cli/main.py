@@ -46,6 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ncz: error: {error}", file=sys.stderr)
         _drop_output()
         return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or __package__).partition(".")[0]
+        if package == __package__.partition(".")[0]:
+            raise  # a part of this package is missing: no other package would help
+        print(f"ncz: error: {package} is not installed: `pip install ncz_plugins` brings it", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0

@@ -221,6 +221,15 @@ def start(*arguments, **options):
     )
 
 
+@pytest.mark.parametrize("command", ["info", "perf all_reduce"])
+def test_a_package_that_is_missing_is_named_in_one_line(command):
+    hidden = "import sys; sys.modules['torch'] = None; "
+    program = f"{hidden}from ncz_plugins.cli.main import main; sys.exit(main({command.split()}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ncz: error: torch is not installed: `pip install ncz_plugins` brings it\n"
+
+
 def test_nothing_is_cut_off_in_a_pipe(ncz, tmp_path, monkeypatch):
     step = {"calls": 1, "compressed_calls": 1, "plain_bytes": 100, "wire_bytes": 10, "seconds": 0.1}
     (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(step | {'step': at})}\n" for at in (1, 2)))
