@@ -204,8 +204,8 @@ class TransportConfig(Section):
         default="auto",
         description="ring: each rank talks to its neighbours. direct: to all. halving: to one at each distance, for "
         "many ranks with CPU tensors. Same bits, except sums with kind lossless. auto: as measured by tuning, else "
-        "direct up to 8 ranks, and up to 16 from 256 KiB for each rank on (below 0.5 Gbit/s then ring from 5 ranks "
-        "on), halving above (GPUs: ring).",
+        "what costs least by ranks, size, link and distance: up to 16 ranks direct for large tensors (below 0.5 Gbit/s "
+        "ring from 5 ranks on) and halving for small ones, above 16 halving (GPUs: direct up to 8 ranks, else ring).",
     )
     frame_bytes: OptionalFrameBytes = Field(
         default=None,

@@ -1,21 +1,25 @@
 """Choice of the schedule for `transport.schedule: auto`, if nothing was measured.
 
-The limits follow from measurements of 4 to 16 ranks and, for more, from what `ncz plan` simulates: see
-docs/results/planning.md. Among few ranks, messages to all take less time than coding anew in each round of halving.
-Among many they take nearly all the time, the more so the smaller the tensor. On a slow link they overflow the queues of
-switches, and TCP slows down: there a ring, in which each rank hears from one other, is faster. On a far link a trip
-takes longer than messages to 15 others. Direct has 2 trips one after another, halving 2 log2(ranks), a ring
-2 (ranks - 1).
+It follows from what a message costs, how long a trip takes, and how long the bytes are on the link. Direct sends a
+message to each other rank, twice, with two trips; meanwhile its bytes travel. Halving sends and receives a message in
+each of 2 log2(ranks) rounds, each with a trip, and bytes of a round travel before the next one. In the simulation of
+`ncz plan`, which has the same costs, 2 to 16 ranks take at most a tenth longer than by the fastest schedule.
+
+What is not simulated: on a slow link messages to all overflow the queues of switches, and TCP slows down. There a ring
+is faster, in which each rank hears from one other. docs/results/planning.md has what was measured.
 """
 
 from __future__ import annotations
 
+from ..config.fields import MOST_SMALL_RANKS
 from ..transport.base import FAR_TRIP_SECONDS
 
-_ALWAYS_DIRECT = range(2, 5)  # numbers of ranks
-_MOSTLY_DIRECT_RANKS, _MOST_DIRECT_RANKS = 8, 16
-_LARGE_SEGMENT_BYTES = 256 << 10  # of each rank, from which bytes take longer than messages
-_SLOW_GBPS = 0.5
+MESSAGE_US = 242  # a core's time to send a message and to receive one, fitted by benchmarks/plan.py
+_RATIO = 7.5  # of float32 to codes at the default bound, those of a rank and those of the sums of 8 to 16
+_GBPS = 1.0  # of an unknown link, as coders assume
+_MOST_DIRECT_ON_GPUS = 8  # ranks
+# From 5 ranks on, TCP slows down below this speed if each rank sends each so many bytes, before compression.
+_LEAST_CROWD, _SLOW_GBPS, _CROWDING_BYTES = 5, 0.5, 256 << 10
 
 
 def schedule_for(
@@ -31,14 +35,16 @@ def schedule_for(
         trip_seconds: time of a short message from one rank to another, as all ranks know it; 0: unknown.
     """
     if on_gpu:
-        return "direct" if 2 <= ranks <= _MOSTLY_DIRECT_RANKS else "ring"
-    if ranks in _ALWAYS_DIRECT:
-        return "direct"
-    if not 2 <= ranks <= _MOST_DIRECT_RANKS:  # direct would connect all of them
+        return "direct" if 2 <= ranks <= _MOST_DIRECT_ON_GPUS else "ring"
+    if not 2 <= ranks <= MOST_SMALL_RANKS:  # direct would connect all of them
         return "halving"
-    if trip_seconds > FAR_TRIP_SECONDS:  # then nothing measured says that a link is slow
-        return "direct"
-    is_large = nbytes >= ranks * _LARGE_SEGMENT_BYTES
-    if is_large and link_gbps is not None and link_gbps < _SLOW_GBPS:
+    gbps = _GBPS if link_gbps is None else link_gbps
+    is_slow = gbps < _SLOW_GBPS and trip_seconds <= FAR_TRIP_SECONDS  # a far link is measured as slower than it is
+    if is_slow and ranks >= _LEAST_CROWD and nbytes >= ranks * _CROWDING_BYTES:
         return "ring"
-    return "direct" if is_large or ranks <= _MOSTLY_DIRECT_RANKS else "halving"
+    # Seconds, but for what both schedules take alike.
+    rounds, message = (ranks - 1).bit_length(), 1e-6 * MESSAGE_US
+    trip = message / 2 + trip_seconds  # its receiver is busy for half of a message's time, after it has arrived
+    direct = 2 * ((ranks - 1) * message + trip)
+    halving = 2 * (rounds * (message + trip) + 8e-9 * nbytes / _RATIO / gbps)
+    return "halving" if halving < direct else "direct"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....core.config import CoderCosts
+from ....core.schedules.choice import MESSAGE_US
 
 _OTHER_VALUES_SHARE = 0.75  # share of values other than the most frequent one, at the default bound
 
@@ -33,7 +34,7 @@ class Costs(BaseModel):
         call_us: constant cost of a compressed call.
         fixed_rate_call_us: constant cost of a call at a fixed rate on a GPU, whose messages cost as much as those of
             plain calls; None: as other calls.
-        message_us: sending one message and receiving one.
+        message_us: sending one message and receiving one; by default what `transport.schedule: auto` chooses by.
         socket_ps: sending one byte and receiving one.
         measure_ps: finding the scale of one value.
         coders: name of a coder -> costs, measured with the kernels alone.
@@ -54,7 +55,7 @@ class Costs(BaseModel):
     source: str
     call_us: Amount
     fixed_rate_call_us: Amount | None = None
-    message_us: Amount
+    message_us: Amount = MESSAGE_US
     socket_ps: Amount
     measure_ps: Amount
     coders: dict[str, CodingCosts]
