@@ -20,7 +20,7 @@ from ..kernels.backend import require_seals
 from ..kernels.format import DamagedFrame
 from ..kernels.updates import decode_update, max_update_bytes
 from .boxes import Box, frames_of
-from .elements import bits_of, converted, copy, shaped
+from .elements import Changed, bits_of, changes_of, converted, copy, shaped
 from .forms import Form, Held
 from .index import Contents, FileHeader, read_head
 from .keys import without_tag
@@ -409,6 +409,11 @@ def _write(piece: Piece) -> int | None:
 def new_values_of(piece: Piece, digests: np.ndarray | None = None) -> Array:
     """The new values of a piece's overlap, as integers. Arguments and errors as of `decode`."""
     return piece.overlap.of(shaped(bits_of(decode(piece, digests=digests)), piece.box.sizes), piece.box.offsets)
+
+
+def changes_in(piece: Piece) -> Array | Changed:
+    """What is to be written into a piece's `view`. Errors as of `decode`."""
+    return changes_of(new_values_of(piece), piece.view)
 
 
 def decode(piece: Piece, out: np.ndarray | None = None, digests: np.ndarray | None = None) -> np.ndarray:

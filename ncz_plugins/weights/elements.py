@@ -7,17 +7,23 @@ have it: on a GPU, and with more dimensions than numpy takes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .. import kernels
 from ..kernels.arrays import BFLOAT16, numpy_dtype
+from ..kernels.format import OCTET
 from ..kernels.ieee import ieee
+from ..kernels.scratch import Scratch
 
 if TYPE_CHECKING:
     from ..kernels.arrays import Array
 
 NUMPY_DIMENSIONS = 32  # that every version of numpy takes
+_MOST_CHANGED = 1 / 32  # of all elements: where more have changed, copying all takes less time
+
+_scratch = Scratch()
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
@@ -49,6 +55,37 @@ def copy(values: Array, into: Array) -> None:
     import torch
 
     into.copy_(torch.from_numpy(values) if isinstance(values, np.ndarray) else values)
+
+
+class Changed(NamedTuple):
+    """The new bits of few elements, and their places in a row of all. An element of 8 bytes counts as two."""
+
+    places: np.ndarray
+    bits: np.ndarray
+
+
+def changes_of(values: Array, into: Array) -> Array | Changed:
+    """What `write` has to write into integers so that they become `values`: only what differs, if that is little."""
+    # Bytes are copied in less time than words are looked at.
+    if not isinstance(into, np.ndarray) or not into.flags.c_contiguous or into.itemsize == 1:
+        return values
+    dtype = numpy_dtype("bfloat16" if into.itemsize == 2 else "float32")
+    new, old = row_of(values).view(dtype), into.reshape(-1).view(dtype)
+    most = int(_MOST_CHANGED * len(new))
+    gaps, codes = _scratch.of("gaps", len(new) + OCTET, "int32"), _scratch.of("codes", most, "int32")
+    count = kernels.cpu_backend().rare_differences(new, old, most, gaps, codes)
+    if count > most:
+        return values
+    places = np.cumsum(gaps[:count], dtype=np.intp) + np.arange(count)
+    return Changed(places, bits_of(new)[places])
+
+
+def write(values: Array | Changed, into: Array) -> None:
+    """Write what `changes_of` the same memory returned, or all values."""
+    if isinstance(values, Changed):
+        into.reshape(-1).view(values.bits.dtype)[values.places] = values.bits
+    else:
+        copy(values, into)
 
 
 def have_equal_bytes(x: np.ndarray, other: np.ndarray) -> bool:

@@ -14,6 +14,7 @@ from ..core.errors import MismatchError, PartlyAppliedError, UnsupportedError
 from .apply import (
     Piece,
     Version,
+    changes_in,
     elements_of,
     make_version,
     new_values_of,
@@ -22,7 +23,7 @@ from .apply import (
     require_base,
     require_versions,
 )
-from .elements import copy
+from .elements import Changed, write
 from .forms import Held, are_on_host
 from .make import make_patch_of
 from .strict import MAX_SIZE
@@ -130,7 +131,8 @@ def stage_patch(
         patch: see `apply_patch`.
         weights: tensors by name, in host memory or on a GPU: plain ones, DTensors, or `TensorPart`s. Their values are
             the version that the patch was made for, unless it holds a whole version.
-        decoded: keep the new values in host memory. Then `apply` only copies them.
+        decoded: keep in host memory what changes, so that `apply` only writes it: places and values where few elements
+            of a frame do, otherwise all values of the frame. Until then nobody else writes into `weights`.
         versions: what `weights` hold: `StagedPatch.versions` of the patch that was written into them last. None: the
             caller knows that no patch was missed.
         key: see `apply_patch`.
@@ -146,7 +148,7 @@ def stage_patch(
         require_versions(version, versions)
     targets = _targets_of(version, held_in(weights, "weights", to_write=True))
     changes = pieces(version, targets)
-    values = in_order(new_values_of, changes, elements_of, are_on_host(targets))
+    values = in_order(changes_in if decoded else new_values_of, changes, elements_of, are_on_host(targets))
     kept = [new for new in values if decoded]
     return StagedPatch(version, changes, kept if decoded else None)
 
@@ -162,7 +164,7 @@ class StagedPatch:
         self,
         version: Version,
         pieces: list[Piece],
-        values: list[Array] | None,
+        values: list[Array | Changed] | None,
     ):
         self.versions = tuple(each.version for each in version.contents)
         self._pieces = pieces
@@ -184,14 +186,14 @@ class StagedPatch:
             with closing(self._new_values()) as values:
                 for piece in self._pieces:
                     new[piece.name] = None
-                    copy(next(values), piece.view)
+                    write(next(values), piece.view)
                     _count_change(piece.target.tensor)
         except Exception as error:
             *done, mixed = new
             raise PartlyAppliedError(done, mixed, error) from error
         self._pieces = self._values = None
 
-    def _new_values(self) -> Iterator[Array]:
+    def _new_values(self) -> Iterator[Array | Changed]:
         """Of all pieces, in order."""
         if self._values is not None:
             yield from self._values

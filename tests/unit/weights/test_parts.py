@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ def small_frames(monkeypatch):
     monkeypatch.setattr(boxes, "FRAME_ELEMENTS", 64)
 
 
-def tensor(shape, dtype, seed: int, moved: float = 0.0) -> torch.Tensor:
-    """Values of a seed; some of them have moved."""
+def tensor(shape, dtype, seed: int, moved: float = 0.0, share: float = 0.3) -> torch.Tensor:
+    """Values of a seed; some of them have moved, this share."""
     random = torch.Generator().manual_seed(seed)
     values = 8 * torch.randn(shape, generator=random, dtype=torch.float64)
     changes = moved * torch.randn(shape, generator=random, dtype=torch.float64)
-    return torch.where(torch.rand(shape, generator=random) < 0.3, values + changes, values).to(dtype)
+    return torch.where(torch.rand(shape, generator=random) < share, values + changes, values).to(dtype)
 
 
 def part(whole: torch.Tensor, cuts: list[int], number: int, dim: int, stride: int = 1) -> TensorPart:
@@ -77,7 +78,8 @@ def cuts(draw, size: int) -> list[int]:
 def test_any_cuts_of_publishers_and_receivers(data):
     shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from(DTYPES))
-    old, new = {"x": tensor(shape, dtype, 0)}, {"x": tensor(shape, dtype, 0, moved=1.0)}
+    share = data.draw(st.sampled_from([0.3, 0.02]))
+    old, new = {"x": tensor(shape, dtype, 0)}, {"x": tensor(shape, dtype, 0, 1.0, share)}
     dim, to_dim = (data.draw(st.integers(0, len(shape) - 1)) for _ in range(2))
     from_cuts, to_cuts = data.draw(cuts(shape[dim])), data.draw(cuts(shape[to_dim]))
     for base in (old, None):
@@ -335,6 +337,22 @@ def test_what_is_decoded_needs_its_base_no_more():
     staged.apply()
     changed = torch.stack([row != before for row, before in zip(new["w"], old["w"])])
     assert torch.equal(weights["w"][changed], new["w"][changed])
+
+
+@pytest.mark.parametrize("every", [2, 1000])
+def test_what_waits_for_a_pause_is_what_changes(every, monkeypatch):
+    monkeypatch.undo()  # frames of the usual size
+    old = {"w": torch.ones(1 << 20, dtype=torch.bfloat16)}
+    new = {"w": torch.where(torch.arange(1 << 20) % every == 0, 2, old["w"])}
+    patch, weights = make_patch(new, old), {"w": old["w"].clone()}
+    stage_patch(patch, weights, decoded=True)  # now kernels have their working memory
+    tracemalloc.start()
+    staged = stage_patch(patch, weights, decoded=True)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (held < old["w"].nbytes / 16) == (every == 1000)
+    staged.apply()
+    assert torch.equal(weights["w"], new["w"])
 
 
 APPLY = """
