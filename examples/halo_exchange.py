@@ -9,6 +9,7 @@ the program says so and fails. docs/guides/science.md says why they can't, and w
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import time
@@ -34,8 +35,8 @@ def parse_arguments():
     parser.add_argument("--bound", type=float, help="of one exchange; by default what the budget allows")
     parser.add_argument("--min-bytes", type=int, help="smaller messages go plain; by default what gains on the link")
     parser.add_argument("--picture", metavar="FILE", help="draw the field and its error (needs matplotlib)")
-    arguments = parser.parse_args()
-    if min(arguments.steps, arguments.depth) < 1 or arguments.size < dist.get_world_size():
+    arguments, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
+    if min(arguments.steps, arguments.depth) < 1 or arguments.size < ranks:
         parser.error("--steps and --depth must be at least 1, and --size at least the number of ranks")
     return arguments
 
@@ -258,8 +259,8 @@ def report(arguments, bound: float, error: float, plain: Course, compressed: Cou
 
 def main() -> int:
     """Run the program. Returns the exit status."""
-    dist.init_process_group("gloo")
     arguments = parse_arguments()
+    dist.init_process_group("gloo")
     size, steps, depth = arguments.size, arguments.steps, arguments.depth
     bound = bound_of(arguments.budget, steps, depth) if arguments.bound is None else arguments.bound
     settings = {

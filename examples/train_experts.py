@@ -7,6 +7,7 @@
 cast: bf16, or fp8 with a scale for each token as DeepSeek-V3 does it, where gradients of all else are bf16.
 """
 
+import os
 from functools import partial
 
 import torch
@@ -31,9 +32,9 @@ def parse_arguments():
     parser.add_argument("--compression", default="ncclz", metavar="none|bf16|fp8|ncclz|FILE")
     parser.add_argument("--batch", type=int, default=12, help="sequences per rank and step")
     parser.add_argument("--experts", type=int, default=4, help="of each layer, over all ranks")
-    arguments = parser.parse_args()
-    if arguments.experts % dist.get_world_size():
-        parser.error(f"--experts {arguments.experts} must be a multiple of {dist.get_world_size()} ranks")
+    arguments, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
+    if arguments.experts % ranks:
+        parser.error(f"--experts {arguments.experts} must be a multiple of {ranks} ranks")
     return arguments
 
 
@@ -86,8 +87,8 @@ def clip(wrapped: DistributedDataParallel) -> None:
 
 
 def main():
-    dist.init_process_group("gloo")
     arguments = parse_arguments()
+    dist.init_process_group("gloo")
     training = None
     if arguments.compression not in CASTS:
         config = Config.load(arguments.compression)

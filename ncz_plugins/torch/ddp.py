@@ -192,7 +192,8 @@ def compress(
     model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
-            f"ddp.compress takes a DistributedDataParallel, got {type(model).__name__}: wrap the model first"
+            f"ddp.compress takes a DistributedDataParallel, got {type(model).__name__}: wrap the model first. "
+            "Trainer and Accelerate do so if a launcher, such as torchrun, starts several ranks"
         )
     if model.mixed_precision is not None:
         raise UnsupportedError(
