@@ -35,6 +35,11 @@ PROFILES = {
     "tools": "deepspeed,dev,plot,tensorboard,compare,peers,cuda,docs",
     "all": "deepspeed,dev,plot,tensorboard,compare,peers,cuda,docs,frameworks",  # and Horovod, by horovod_wheel.py
 }
+TITLES = {
+    "demo": "install DeepSpeed, build ncz_plugins",
+    "tools": "install DeepSpeed and tools, build ncz_plugins",
+    "all": "install DeepSpeed, tools and Horovod (compiled the first time: 2 to 5 minutes), build ncz_plugins",
+}
 LOG_TAIL = 25  # lines shown when a stage fails
 
 # What a failed stage's output says, and what to do about it.
@@ -213,6 +218,7 @@ def same_python() -> bool:
 
 def install(stages: Stages, profile: str):
     pip_install = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-c", "constraints.txt"]
+    pip_install.append("--no-compile")  # Python compiles what it imports, of 24,000 files one in eight
     torch_index = os.environ.get("TORCH_INDEX_URL")
 
     for name in PROFILES:
@@ -222,20 +228,20 @@ def install(stages: Stages, profile: str):
     else:
         stages.run("make an environment in .venv", [sys.executable, "-m", "venv", "--clear", VENV])
     # First and alone, from its own index if one is given, so that nothing else chooses the build of torch.
-    stages.run("install PyTorch", [*pip_install, *(["--index-url", torch_index] if torch_index else []), "torch"])
-    # Built in isolation, where it does not see torch and so does not ask for a CUDA compiler on a machine with a GPU.
+    torch = [*pip_install, *(["--index-url", torch_index] if torch_index else []), "torch"]
     needs = horovod_wheel.NEEDS if profile == "all" else ["setuptools"]
-    stages.run("install DeepSpeed", [*pip_install, "--use-pep517", "deepspeed"], [*pip_install, *needs])
+    stages.run("install PyTorch", torch, [*pip_install, *needs])
+    # Built in isolation, where it does not see torch and so does not ask for a CUDA compiler on a machine with a GPU.
+    deepspeed = [*pip_install, "--use-pep517", "deepspeed"]
     # Not in isolation, so that building again after a change needs no network.
     for library in NATIVE.glob("*.so"):
         library.unlink()
     build = [*pip_install, "--verbose", "--no-build-isolation", "--editable", f".[{PROFILES[profile]}]"]
-    if profile == "all":
-        # At the same time: one compiles while the other one waits for the network. What both need is there already.
-        title = "build ncz_plugins, install tools and Horovod (compiled the first time: 2 to 5 minutes)"
-        stages.run(title, build, meanwhile=[PYTHON, ROOT / "tools" / "horovod_wheel.py"])
-    else:
-        stages.run("build ncz_plugins" if profile == "demo" else "build ncz_plugins, install tools", build)
+    # Compiles what is large, once, before several processes import it at the same time.
+    first_import = [PYTHON, "-c", "import torch._dynamo, deepspeed"]
+    # At the same time: one compiles while the others wait for the network. What both need is there already.
+    horovod = [PYTHON, ROOT / "tools" / "horovod_wheel.py"] if profile == "all" else None
+    stages.run(TITLES[profile], deepspeed, build, first_import, meanwhile=horovod)
     if not any(NATIVE.glob("*.so")):
         raise SetupError(f"The native library did not compile; the compiler's messages are in {LOG}")
 
@@ -250,7 +256,7 @@ def main(profile: str = "all") -> int:
         signal.signal(cause, signal.default_int_handler)
     try:
         check_machine()
-        install(Stages(4), profile)
+        install(Stages(3), profile)
     except SetupError as error:
         print(f"Set-up failed. {error}", file=sys.stderr)
         return 1
