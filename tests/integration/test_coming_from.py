@@ -1,10 +1,13 @@
 """What docs/guides/coming-from.md says of DeepSpeed: what is to be deleted is refused, what is to be written trains.
 
-Its other diffs are run elsewhere: tests/docs runs that of DDP, the guides of Horovod and DiLoCo the same lines.
+Also names of hivemind. The other diffs are run elsewhere: tests/docs runs that of DDP, the guides of Horovod and DiLoCo
+the same lines.
 """
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -62,3 +65,11 @@ def test_what_is_to_be_written_trains_as_the_plain_run_with_a_quarter_of_the_byt
             assert engine.communication_compression.stats.total.ratio > 4
         engine.destroy()
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_what_is_to_be_deleted_of_hivemind_exists():
+    pytest.importorskip("hivemind")
+    names = sorted(set(re.findall(r"^-.*\b(hivemind(?:\.\w+)+)", PAGE, re.MULTILINE)))
+    assert len(names) == 3
+    program = "import pkgutil, sys; [pkgutil.resolve_name(name) for name in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, *names], check=True, timeout=60)
