@@ -27,7 +27,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 # What the build imports, what the wheel asks for, and numpy, which it needs and does not ask for.
 NEEDS = ["setuptools", "packaging", "PyYAML", "psutil", "cloudpickle", "cffi", "numpy"]
 CMAKE = "cmake>=3.13,<4"  # from PyPI, where the machine has none
-MAX_JOBS = 8  # as in Horovod's setup.py; each takes about 1 GB of memory
+MAX_JOBS = 8  # as in Horovod's setup.py; one takes 2 GB of memory, the others less
 # Horovod's CMake files put -std=c++14 last on the line, where CXXFLAGS cannot overrule it. torch needs a newer one.
 # Horovod and its Gloo lack #include <cstdint> and <string>; headers of g++ 13 and newer no longer include both.
 # g++ 15 and newer reject a template of Horovod's flatbuffers that is never used: template-body. Others ignore it.
