@@ -33,8 +33,14 @@ inline void change(int32_t code, T* element) {
 // So many elements are copied, changed and added up to checksums while they are in the fastest cache.
 constexpr int64_t ELEMENTS_TOGETHER = 4096;
 
-// Copies `base` to `out`, which may be the same, and has `change_from(first, end, chunk)` change the elements from `first` to
-// `end`, which lie at `chunk` then. `digests`: of base and out; null: nobody asks.
+// Checksum of the elements from `first` to `end`, which lie at `chunk`, as a part of all.
+template <class T>
+uint32_t digest_of_elements(const T* chunk, int64_t first, int64_t end) {
+    return digest_of(chunk, (end - first) * int64_t(sizeof(T)), first * int64_t(sizeof(T)) / 4);
+}
+
+// Copies `base` to `out`, which may be the same. change_from(first, end, chunk, digest) changes the elements from `first` to `end`,
+// which lie at `chunk` then. It gives their checksum, which was `digest` before. `digests`: of base and out; null: nobody asks.
 template <class T, class Change>
 void change_together(const T* base, int64_t count, T* out, uint32_t* digests, Change change_from) {
     alignas(64) T buffer[ELEMENTS_TOGETHER];
@@ -44,10 +50,15 @@ void change_together(const T* base, int64_t count, T* out, uint32_t* digests, Ch
         int64_t end = first + ELEMENTS_TOGETHER < count ? first + ELEMENTS_TOGETHER : count;
         int64_t bytes = (end - first) * int64_t(sizeof(T)), word = first * int64_t(sizeof(T)) / 4;
         T* chunk = is_streamed ? buffer : out + first;
-        if (chunk != base + first) memcpy(chunk, base + first, size_t(bytes));
-        if (digests) before += digest_of(chunk, bytes, word);
-        change_from(first, end, chunk);
-        if (digests) after += digest_of(chunk, bytes, word);
+        uint32_t digest = 0;
+        if (chunk == base + first)
+            digest = digests ? digest_of_elements(chunk, first, end) : 0;
+        else if (digests)
+            digest = copy_with_digest(base + first, bytes, word, chunk);
+        else
+            memcpy(chunk, base + first, size_t(bytes));
+        before += digest;
+        after += change_from(first, end, chunk, digest);
         if (is_streamed) stream_bytes(buffer, bytes, out + first);
     }
     if (is_streamed) end_streaming();
@@ -56,9 +67,10 @@ void change_together(const T* base, int64_t count, T* out, uint32_t* digests, Ch
 
 template <class T>
 bool add_differences(const int32_t* codes, const T* base, int64_t count, T* out, uint32_t* digests = nullptr) {
-    change_together(base, count, out, digests, [&](int64_t first, int64_t end, T* chunk) {
+    change_together(base, count, out, digests, [&](int64_t first, int64_t end, T* chunk, uint32_t) {
         const int32_t* from = codes + first;
         for (int64_t i = 0; i < end - first; ++i) change(from[i], chunk + i);
+        return digests ? digest_of_elements(chunk, first, end) : 0;
     });
     return true;
 }
@@ -74,13 +86,29 @@ bool add_rare_differences(const int32_t* gaps, const int32_t* codes, int64_t cha
     for (int64_t i = 0; i < changes; ++i) zeros += codes[i] == 0;
     if (!changes || zeros || needed > count) return false;
     int64_t done = 0, next = gaps[0];  // changes, and where the next one is
-    change_together(base, count, out, digests, [&](int64_t first, int64_t end, T* chunk) {
+    bool are_few = digests && 256 * changes <= count;
+    change_together(base, count, out, digests, [&](int64_t first, int64_t end, T* chunk, uint32_t digest) {
         int64_t i = done, place = next;  // in registers: what is captured would be stored and loaded for each change
-        while (place < end) {
-            change(codes[i], chunk + (place - first));
-            place = ++i < changes ? place + 1 + gaps[i] : count;
-        }
+        // The checksum changes by what the words that hold changes add to it. The last word of all may be short.
+        bool is_followed = are_few && end - first == ELEMENTS_TOGETHER;
+        auto change_all = [&](auto change_at) {
+            while (place < end) {
+                change_at(chunk + (place - first));
+                place = ++i < changes ? place + 1 + gaps[i] : count;
+            }
+        };
+        if (is_followed)
+            change_all([&](T* at) {
+                int64_t word = place * int64_t(sizeof(T)) / 4;
+                T* start = chunk + (word * 4 / int64_t(sizeof(T)) - first);
+                digest -= digest_of(start, 4, word);
+                change(codes[i], at);
+                digest += digest_of(start, 4, word);
+            });
+        else
+            change_all([&](T* at) { change(codes[i], at); });
         done = i, next = place;
+        return is_followed || !digests ? digest : digest_of_elements(chunk, first, end);
     });
     return true;
 }
