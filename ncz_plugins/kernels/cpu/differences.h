@@ -35,7 +35,7 @@ constexpr int64_t ELEMENTS_TOGETHER = 4096;
 
 // Checksum of the elements from `first` to `end`, which lie at `chunk`, as a part of all.
 template <class T>
-uint32_t digest_of_elements(const T* chunk, int64_t first, int64_t end) {
+[[gnu::noinline]] uint32_t digest_of_elements(const T* chunk, int64_t first, int64_t end) {
     return digest_of(chunk, (end - first) * int64_t(sizeof(T)), first * int64_t(sizeof(T)) / 4);
 }
 
