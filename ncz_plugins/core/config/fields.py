@@ -24,6 +24,7 @@ PIECE_MIB_PER_GBPS = 0.25  # of a piece that one rank sends another, in host mem
 TWO_RANKS_MIB_PER_GBPS, TWO_RANKS_MIN_BYTES = 0.5, 32 * KiB
 MOST_SMALL_RANKS = 16  # among more, an uncompressed call is gloo's ring, whose messages take longer than any link
 FAST_GBPS = 2.5  # from here on, ranks wait for each other's cores, not for the link (docs/results/performance.md)
+FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 FAST_FRAME_BYTES = 8 * MiB  # frames on such a link, where overlapping coding with sending gains little
 GPU_FRAME_BYTES = 64 * MiB  # frames on a GPU: on an H100, 256 MiB took a quarter of the time of 4 MiB frames
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": 1 << 30}

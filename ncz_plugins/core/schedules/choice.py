@@ -3,7 +3,8 @@
 It follows from what a message costs, how long a trip takes, and how long the bytes are on the link. Direct sends a
 message to each other rank, twice, with two trips; meanwhile its bytes travel. Halving sends and receives a message in
 each of 2 log2(ranks) rounds, each with a trip, and bytes of a round travel before the next one. In the simulation of
-`ncz plan`, which has the same costs, 2 to 16 ranks take at most a tenth longer than by the fastest schedule.
+`ncz plan`, which has the same costs, 2 to 16 ranks take at most a tenth longer than by the fastest schedule. Every
+command of `ncz` reads those costs from here, so nothing here imports torch.
 
 What is not simulated: on a slow link messages to all overflow the queues of switches, and TCP slows down. There a ring
 is faster, in which each rank hears from one other. docs/results/planning.md has what was measured.
@@ -11,8 +12,7 @@ is faster, in which each rank hears from one other. docs/results/planning.md has
 
 from __future__ import annotations
 
-from ..config.fields import MOST_SMALL_RANKS
-from ..transport.base import FAR_TRIP_SECONDS
+from ..config.fields import FAR_TRIP_SECONDS, MOST_SMALL_RANKS
 
 MESSAGE_US = 242  # a core's time to send a message and to receive one, fitted by benchmarks/plan.py
 _RATIO = 7.5  # of float32 to codes at the default bound, those of a rank and those of the sums of 8 to 16

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.format import HEADER, HEADER_BYTES, MAGIC
+from ..config.fields import FAR_TRIP_SECONDS
 from ..errors import ErrorTranslation, FrameError, NczError, PeerError, UnsupportedError
 from ..runtime.recorded import NEVER, RecordedCall
 from ..runtime.statistics import Counters
@@ -34,7 +35,6 @@ from .comparison import RankComparison
 if TYPE_CHECKING:
     from .small import Exchanges, SmallCollectives, SmallMessages
 
-FAR_TRIP_SECONDS = 0.005  # ranks are far apart if a short message takes longer
 _DECAY_OF_SPEED = 0.9  # factor for the known speed of a link after each slower call
 _MIN_BYTES_TO_LEARN = 1 << 20  # smaller calls fit into buffers, and say nothing about the link
 
