@@ -127,7 +127,8 @@ def _required(make: Callable) -> list[str]:
 
 
 def _named(module: ModuleType, name: str) -> nn.Module | Callable[[], Any]:
-    if not hasattr(module, name):
+    # A module may have a function, `__getattr__`, that imports what is asked for.
+    if not _reported(lambda: hasattr(module, name), f"importing {name}"):
         near = get_close_matches(name, vars(module), n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         there = f"; its models: {', '.join(_candidates(module)) or 'none'}"

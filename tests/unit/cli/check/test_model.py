@@ -172,10 +172,12 @@ def test_a_model_too_large_for_any_memory_costs_nothing(models):
         ("wrong.py:Net", "running wrong.py failed with ZeroDivisionError: division by zero"),
         ("wrong.part:Net", "importing wrong.part failed with ZeroDivisionError"),
         ("wrong:Net", "importing wrong failed with ZeroDivisionError"),
+        ("late:Net", "importing Net failed with ModuleNotFoundError: No module named 'nowhere'"),
     ],
 )
 def test_what_is_wrong_with_a_model_is_said(models, check, spec, says):
     Path("wrong.py").write_text("1 / 0\n")
+    Path("late.py").write_text("def __getattr__(name):\n    import nowhere\n")
     code, out, err = check("{}", "--model", spec)
     assert (code, out) == (2, "")
     assert re.match(rf"ncz: error: --model {re.escape(spec)}: .*{says}", err), err
