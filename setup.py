@@ -28,7 +28,7 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):
 
 VERSION = runpy.run_path("ncz_plugins/version.py")["__version__"]
 # Such as https://github.com/OWNER/NAME: the workflow that publishes the package sets it.
-REPOSITORY = os.environ.get("REPOSITORY_URL", "")
+REPOSITORY = os.environ.get("REPOSITORY_URL", "").rstrip("/")
 # What README.md names by its path: `[words](PATH)` and `<img src="PATH" ...>`.
 LINK = re.compile(r"\[([^]]+)\]\((?!https?:)([^)]+)\)")
 PICTURE = re.compile(r'(<img src=")(?!https?:)([^"]+"[^>]*>)')

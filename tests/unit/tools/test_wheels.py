@@ -91,9 +91,9 @@ class Addresses(HTMLParser):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("repository", ["https://example.com/owner/name", ""])
-def test_what_the_page_on_pypi_names_is_in_the_repository(repository, checkout):
-    name = run("-c", DESCRIBE, folder=checkout, REPOSITORY_URL=repository).splitlines()[-1]
+@pytest.mark.parametrize("given", ["https://example.com/owner/name", "https://example.com/owner/name/", ""])
+def test_what_the_page_on_pypi_names_is_in_the_repository(given, checkout):
+    name, repository = run("-c", DESCRIBE, folder=checkout, REPOSITORY_URL=given).splitlines()[-1], given.rstrip("/")
     about = BytesParser().parsebytes((checkout / name / "METADATA").read_bytes())
     page = Addresses()
     page.feed(markdown.markdown(about.get_payload(decode=True).decode()))
@@ -106,4 +106,4 @@ def test_what_the_page_on_pypi_names_is_in_the_repository(repository, checkout):
             assert (ROOT / address.removeprefix(at).partition("#")[0]).is_file(), address
     urls = dict(each.split(", ") for each in about.get_all("Project-URL", []))
     assert set(urls) == ({"Source", "Changelog", "Issues"} if repository else set())
-    assert all(url.startswith(repository) for url in urls.values())
+    assert all(url.startswith(repository) and "//" not in url.removeprefix("https://") for url in urls.values())
