@@ -413,7 +413,9 @@ def new_values_of(piece: Piece, digests: np.ndarray | None = None) -> Array:
 
 def changes_in(piece: Piece) -> Array | Changed:
     """What is to be written into a piece's `view`. Errors as of `decode`."""
-    return changes_of(new_values_of(piece), piece.view)
+    values = new_values_of(piece)
+    # What needs no base is written over whatever is there by then, such as another version that was staged before.
+    return changes_of(values, piece.view) if piece.source.from_base else values
 
 
 def decode(piece: Piece, out: np.ndarray | None = None, digests: np.ndarray | None = None) -> np.ndarray:

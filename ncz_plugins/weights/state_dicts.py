@@ -132,7 +132,8 @@ def stage_patch(
         weights: tensors by name, in host memory or on a GPU: plain ones, DTensors, or `TensorPart`s. Their values are
             the version that the patch was made for, unless it holds a whole version.
         decoded: keep in host memory what changes, so that `apply` only writes it: places and values where few elements
-            of a frame do, otherwise all values of the frame. Until then nobody else writes into `weights`.
+            of a frame do, otherwise all values of the frame. Until then nobody else writes into `weights`, unless the
+            patch holds a whole version, of which all values are kept.
         versions: what `weights` hold: `StagedPatch.versions` of the patch that was written into them last. None: the
             caller knows that no patch was missed.
         key: see `apply_patch`.

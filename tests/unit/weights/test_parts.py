@@ -339,6 +339,16 @@ def test_what_is_decoded_needs_its_base_no_more():
     assert torch.equal(weights["w"][changed], new["w"][changed])
 
 
+def test_a_whole_version_that_waits_is_written_over_anything():
+    """Here over another one, which was staged for the same weights. Both differ from these in few elements."""
+    old = torch.arange(1000.0)
+    versions = [torch.where(torch.arange(1000) == changed, 7.5, old) for changed in (100, 200)]
+    weights = {"w": old.clone()}
+    for staged in [stage_patch(make_patch({"w": new}), weights, decoded=True) for new in versions]:
+        staged.apply()
+    assert torch.equal(weights["w"], versions[1])
+
+
 @pytest.mark.parametrize("every", [2, 1000])
 def test_what_waits_for_a_pause_is_what_changes(every, monkeypatch):
     monkeypatch.undo()  # frames of the usual size
