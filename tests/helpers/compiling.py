@@ -10,6 +10,7 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ncz_plugins.kernels.cache import private_folder
@@ -63,8 +64,9 @@ def kept() -> Path:
 
 def _forget_old() -> None:
     for file in kept().iterdir():
-        if time.time() - file.stat().st_mtime > KEPT_SECONDS:
-            file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process may just have finished or forgotten it
+            if time.time() - file.stat().st_mtime > KEPT_SECONDS:
+                file.unlink()
 
 
 @functools.cache
