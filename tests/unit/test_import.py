@@ -78,9 +78,10 @@ def test_an_install_without_a_compiler_says_so_when_imported(tmp_path):
 
 @pytest.mark.processes
 def test_a_build_without_a_compiler_leaves_no_library_of_an_earlier_one(tmp_path):
-    shutil.copy(ROOT / "setup.py", tmp_path)
     for folder in ("cpu", "common"):
         shutil.copytree(ROOT / "ncz_plugins" / "kernels" / folder, tmp_path / "ncz_plugins" / "kernels" / folder)
+    for name in ("setup.py", "README.md", "ncz_plugins/version.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
     stale = tmp_path / "built" / "ncz_plugins" / "kernels" / "cpu" / "libncz_cpu.so"
     stale.parent.mkdir(parents=True)
     stale.write_text("of other sources")

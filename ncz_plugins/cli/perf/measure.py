@@ -208,8 +208,9 @@ class Measurement:
             wire, plain_wire = (sum(each[key] for each in details) for key in ("wire_bytes", "plain_bytes"))
         network = None if sent.isnan().any() else statistics.median(sent.tolist())
 
-        median = statistics.median(seconds.tolist())
-        algbw, busbw = bandwidths(self.job.collective, nbytes, self.ranks, median)
+        times = [round(1e6 * taken, 1) for taken in seconds.tolist()]
+        median = statistics.median(times)
+        algbw, busbw = bandwidths(self.job.collective, nbytes, self.ranks, 1e-6 * median)
         error, largest = turn.error
         return {
             "ranks": self.ranks,
@@ -219,8 +220,8 @@ class Measurement:
             "type": self.job.dtype,
             "op": op,
             "rounds": len(turn.seconds),
-            "time_us": 1e6 * median,
-            "times_us": [round(1e6 * s, 1) for s in seconds.tolist()],
+            "time_us": median,
+            "times_us": times,
             "algbw": algbw,
             "busbw": busbw,
             "ratio": plain_wire / wire if wire else None,

@@ -107,7 +107,7 @@ def test_groups_are_tried_where_frames_are_gathered(schedule, ranks, tried, monk
     monkeypatch.setattr("ncz_plugins.core.on_gpu.measured_on_gpus", lambda *_: config.resolved(link_gbps=25))
     monkeypatch.setattr("ncz_plugins.core.on_gpu.require_same_call", lambda *_: None)
     monkeypatch.setattr("ncz_plugins.core.on_gpu.use_fastest_groups", lambda *_: times.append(1))
-    ours = Group(Training(config), config, range(ranks), 0)
+    ours = Group(Training(config), config, range(ranks), 0).for_gpus()
     measure_gpus(ours, "all_reduce", config, HOST, None, None)
     assert len(times) == tried
 
