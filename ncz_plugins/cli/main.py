@@ -21,7 +21,8 @@ from . import check, codec, enable, info, patch, perf, plan, report, schema, tun
 from .output import list_commands, messages_apart
 
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000  # of Python's garbage collector
-_EXTRAS = ("deepspeed", "horovod")  # packages that an extra of their name brings
+# How to get a package that is missing. pip can't compile Horovod for today's torch.
+_REMEDIES = {"horovod": "`python tools/horovod_wheel.py` in the repository compiles it"}
 
 COMMANDS = (info, check, enable, codec, plan, perf, tune, report, patch, schema)
 
@@ -51,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         package = (error.name or __package__).partition(".")[0]
         if package == __package__.partition(".")[0]:
             raise  # a part of this package is missing: no other package would help
-        ours = f"'ncz_plugins[{package}]'" if package in _EXTRAS else "ncz_plugins"
-        print(f"ncz: error: {package} is not installed: `pip install {ours}` brings it", file=sys.stderr)
+        remedy = _REMEDIES.get(package, "`pip install ncz_plugins` brings it")
+        print(f"ncz: error: {package} is not installed: {remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
