@@ -387,7 +387,7 @@ CASES = (
 def simulate() -> None:
     """Calls against the number of ranks, even and uneven, and how long it took to find that out."""
     begun, costs, found = time.monotonic(), load().cost("cpu"), []
-    gc.disable()  # looking for cycles among millions of messages takes a tenth of the time and finds none
+    gc.disable()  # looking for cycles among millions of messages takes a tenth of the time
     for case in CASES:
         for nbytes in case.sizes:
             for schedule in _COLORS:

@@ -118,11 +118,13 @@ def test_a_hundred_models_under_ddp_take_a_fifth_of_the_usual_descriptors(group)
     before, served = held(), world_size if rank == 0 else 0  # connections with the store
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-    compressed = [ddp.compress(model, {"transport": {"min_bytes": 0, "link_gbps": 1}}) for model in models]
-    for model in models:
-        model(values(rank, 64)).sum().backward()
-    more = {name: number - before[name] for name, number in held().items()}
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    try:
+        compressed = [ddp.compress(model, {"transport": {"min_bytes": 0, "link_gbps": 1}}) for model in models]
+        for model in models:
+            model(values(rank, 64)).sum().backward()
+        more = {name: number - before[name] for name, number in held().items()}
+    finally:  # other tests use this process
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert more["files"] <= 2 * len(models) + 1 + served and more["threads"] <= 3 * len(models), more
     assert all(each.stats.total.compressed_calls > 0 for each in compressed)
     for each in compressed:

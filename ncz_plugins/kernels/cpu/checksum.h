@@ -23,7 +23,7 @@ inline uint32_t digest_of(const void* data, int64_t bytes, int64_t first = 0) {
     return sum;
 }
 
-// The same, and copies the bytes to `to`, which is elsewhere: both in one pass take little more time than a copy.
+// The same, and copies the bytes to `copy`, which is elsewhere: both in one pass take little more time than a copy.
 [[gnu::noinline]] inline uint32_t copy_with_digest(const void* data, int64_t bytes, int64_t first, void* copy) {
     auto from = static_cast<const uint8_t* __restrict>(data);
     auto to = static_cast<uint8_t* __restrict>(copy);
