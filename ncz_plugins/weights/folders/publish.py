@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...core.errors import FrameError, MismatchError, PatchKeyError, UnsupportedError
@@ -46,30 +47,27 @@ def publish_version(
             of a version does, for places that others can write to.
 
     Raises UnsupportedError if the checkpoint is not complete, can't be read or changes meanwhile, or if another
-    publisher is at work, FrameError if the version before is damaged, and PatchKeyError if it has another key.
+    publisher is at work, FrameError if the version before is damaged, and PatchKeyError if it has another key. A
+    file that is cut off while it is read ends the process by SIGBUS, as files are mapped into memory.
     """
     require_key(key)
     if not 1 <= whole_every <= MAX_CHAIN or (keep is not None and keep < 1):
         raise ValueError(f"whole_every must be 1 to {MAX_CHAIN}, and keep 1 or more, got {whole_every} and {keep}")
     folder, sources = Path(os.path.abspath(folder)), files_of(Path(checkpoint))
     with naming_files(folder):
-        before = states_of(sources.values())
+        nbytes = sum(path.stat().st_size for path in sources.values())
         number = _begin(folder)
     # Changes are made from the newest version, unless a whole one is due. Readers lack what the publisher holds.
     versions = Versions(folder, {}, key)
     is_whole = _is_whole_due(versions, number, whole_every)
     with naming_files(folder), new_folder(folder / f"{number:08d}") as partial:
-        nbytes = sum(nbytes for _, nbytes, _ in before.values())
-        if is_whole:
-            older, done = None, Done(progress, nbytes)
-            rows = {name: _copy(path, partial, done) for name, path in sources.items()}
-        else:
-            older, done = versions.manifest(number - 1), Done(progress, 2 * nbytes)
-            rows = _changes(list(sources.values()), base, versions, older, partial, done)
-        # Sizes and SHA-256 would be those of a checkpoint that never was.
-        for path, state in states_of(sources.values()).items():
-            if state != before[path]:
-                raise UnsupportedError(f"{path}: was changed while it was published: publish it again")
+        with _unchanged(sources.values()):
+            if is_whole:
+                older, done = None, Done(progress, nbytes)
+                rows = {name: _copy(path, partial, done) for name, path in sources.items()}
+            else:
+                older, done = versions.manifest(number - 1), Done(progress, 2 * nbytes)
+                rows = _changes(list(sources.values()), base, versions, older, partial, done)
         write_manifest(partial, Manifest(format=1, version=number, base=older and older.version, files=rows), key)
     if keep is not None:
         _remove_old(Versions(folder, {}, key), keep)
@@ -85,6 +83,22 @@ def _begin(folder: Path) -> int:
     if number > MAX_NUMBER:
         raise UnsupportedError(f"{folder}: {MAX_NUMBER} is the last number of a version: remove what is no version")
     return number
+
+
+@contextmanager
+def _unchanged(paths: Collection[Path]) -> Iterator[None]:
+    """Raise UnsupportedError if a file changes meanwhile: its size and SHA-256 would be of one that never was.
+
+    Also instead of other errors, as a file that is half written reads as one that is damaged or is not there.
+    """
+    before = states_of(paths)
+    try:
+        yield
+    finally:
+        after = states_of(path for path in paths if path.exists())
+        for path, state in before.items():
+            if after.get(path) != state:
+                raise UnsupportedError(f"{path}: was changed while it was published: publish it again")
 
 
 def _is_whole_due(versions: Versions, number: int, whole_every: int) -> bool:
