@@ -23,7 +23,7 @@ from .apply import Version, assemble, require_base, values_of
 from .elements import have_equal_bytes, row_of
 from .forms import SAFETENSORS_BITS, Form, Held, new_held
 from .index import FileHeader
-from .make import Snapshot, patch_between
+from .make import Snapshot, make_patch_of
 
 _METADATA = "__metadata__"  # key of a header that is not a tensor
 _SIZE_BYTES = 8  # of the header's size
@@ -138,8 +138,8 @@ def make_file_patch(new: WeightFile, base: WeightFile | None = None, key: bytes 
         text = {"metadata": metadata}
     file = FileHeader(checksum=_checksum(new.header), **text)
     made = Snapshot.of(new.tensors)
-    older = None if base is None else Snapshot.of(dict(base.tensors))
-    return patch_between(made._replace(held=_with_memory(made)), older, file=file, key=key)
+    older = None if base is None else dict(base.tensors)
+    return make_patch_of(_with_memory(made), older, file=file, key=key, known=made.digests)
 
 
 def apply_file_patch(version: Version, base: WeightFile | None = None) -> WeightFile:

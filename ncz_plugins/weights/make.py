@@ -40,6 +40,9 @@ _MAX_PACKED_SHARE = 1 / 128
 
 _scratch = Scratch()
 
+Digests = Mapping[str, list[int]]
+"""Checksum of each frame of each tensor."""
+
 
 class Snapshot(NamedTuple):
     """What a rank holds of a version, and the checksums of it.
@@ -55,7 +58,7 @@ class Snapshot(NamedTuple):
     identity: int
 
     @classmethod
-    def of(cls, held: Mapping[str, Held], known: Mapping[str, list[int]] | None = None) -> Snapshot:
+    def of(cls, held: Mapping[str, Held], known: Digests | None = None) -> Snapshot:
         """Read all tensors, each memory once, but those whose `digests` are `known`."""
         # A tensor that shares no memory is one of its own.
         keys = {name: (each.memory or name, each.form, each.box) for name, each in held.items()}
@@ -70,7 +73,7 @@ class Snapshot(NamedTuple):
         return cls(held, digests, identity)
 
 
-def identity_of(state: Mapping[str, Held], known: Mapping[str, list[int]] | None = None) -> int:
+def identity_of(state: Mapping[str, Held], known: Digests | None = None) -> int:
     """The identity of what a rank holds of a version, see `Snapshot`."""
     return Snapshot.of(state, known).identity
 
@@ -88,6 +91,8 @@ def make_patch_of(
     file: FileHeader | None = None,
     key: bytes | None = None,
     number: int | None = None,
+    known: Digests | None = None,
+    known_base: Digests | None = None,
 ) -> bytes:
     """The patch that turns what a rank holds of the version `base` into what it holds of `new`.
 
@@ -95,34 +100,25 @@ def make_patch_of(
         rank, ranks: a version that `ranks` ranks publish together is all of their patches.
         file: header of the safetensors file that `new` was read from.
         key, number: see `make_patch` in state_dicts.py.
+        known, known_base: checksums of tensors of both versions. Others are read for them.
     """
-    older = None if base is None else Snapshot.of(base)
-    return patch_between(Snapshot.of(new), older, rank, ranks, file, key, number)
-
-
-def patch_between(
-    new: Snapshot,
-    base: Snapshot | None,
-    rank: int = 0,
-    ranks: int = 1,
-    file: FileHeader | None = None,
-    key: bytes | None = None,
-    number: int | None = None,
-) -> bytes:
-    """`make_patch_of` versions whose checksums are known."""
     require_key(key)
-    older = {} if base is None else {name: base.held[name] for name in new.held if _is_in(name, new, base)}
-    same_as = _tied(new.held, older)
-    coded = _coded(new, base, older, same_as)
-    entries = _entries(new, older, same_as, coded)
+    older = {} if base is None else {name: base[name] for name in new if _is_in(name, new, base)}
+    same_as = _tied(new, older)
+    coded = _coded(new, older, same_as, known or {}, known_base or {})
+    # What was coded has been read for its checksums. What is left is tied, or not in the other version.
+    version = Snapshot.of(new, {name: each.digests for name, each in coded.items()})
+    read = {name: coded[name].base_digests for name in older if name in coded}
+    before = None if base is None else Snapshot.of(base, {**(known_base or {}), **read})
+    entries = _entries(version, older, same_as, coded)
     contents = Contents(
-        base=None if base is None else base.identity,
-        version=new.identity,
+        base=None if before is None else before.identity,
+        version=version.identity,
         rank=rank,
         ranks=ranks,
         number=number,
         tensors=tuple(entries),
-        gone=tuple(name for name in (() if base is None else base.held) if name not in new.held),
+        gone=tuple(name for name in base or () if name not in new),
         file=file,
     )
     frames = (frame for entry in entries if entry.of is None for frame in coded[entry.name].frames)
@@ -130,9 +126,9 @@ def patch_between(
     return b"".join(parts if key is None else [*parts, tag_of(parts, key)])
 
 
-def _is_in(name: str, new: Snapshot, base: Snapshot) -> bool:
+def _is_in(name: str, new: Mapping[str, Held], base: Mapping[str, Held]) -> bool:
     """Whether a tensor can be coded as changes from the base."""
-    return name in base.held and new.held[name].is_alike(base.held[name])
+    return name in base and new[name].is_alike(base[name])
 
 
 def _tied(new: Mapping[str, Held], older: Mapping[str, Held]) -> dict[str, str]:
@@ -147,30 +143,36 @@ def _tied(new: Mapping[str, Held], older: Mapping[str, Held]) -> dict[str, str]:
 
 
 class _Coded(NamedTuple):
-    """The frames of a tensor. `narrow`: see `Entry`."""
+    """The frames of a tensor, and the checksums of their elements in both versions. `narrow`: see `Entry`."""
 
     narrow: str | None
     frames: list[bytes]
+    digests: list[int]
+    base_digests: list[int]
 
 
 def _coded(
-    new: Snapshot, base: Snapshot | None, older: Mapping[str, Held], same_as: Mapping[str, str]
+    new: Mapping[str, Held], older: Mapping[str, Held], same_as: Mapping[str, str], known: Digests, known_base: Digests
 ) -> dict[str, _Coded]:
     """All tensors that are not the same as another one. `older`: those of the base that they are changes of."""
     frames, narrowed = [], {}
-    for name, held in new.held.items():
+    for name, held in new.items():
         if name in same_as:
             continue
-        before = base.digests[name] if name in older else [None] * len(new.digests[name])
-        suspects = [digest == other for digest, other in zip(new.digests[name], before)]
-        narrow = narrowed[name] = None if all(suspects) else _narrower(held, older.get(name))
+        base = older.get(name)
+        narrow = narrowed[name] = _narrower(held, base)
         elements = held.form.elements(narrow)
-        frames += [
-            _Frame(held, box, older.get(name), suspect, elements) for box, suspect in zip(frames_of(held.box), suspects)
-        ]
-    on_host = are_on_host(new.held) and are_on_host(older)
+        unknown = [None] * frame_count(held.box.sizes)
+        digests = known.get(name, unknown), unknown if base is None else known_base.get(name, unknown)
+        rows = zip(frames_of(held.box), *digests, strict=True)
+        frames += [_Frame(held, box, base, elements, *both) for box, *both in rows]
+    on_host = are_on_host(new) and are_on_host(older)
     found = iter(list(in_order(_code, frames, _elements, on_host)))
-    return {name: _Coded(narrow, [next(found) for _ in new.digests[name]]) for name, narrow in narrowed.items()}
+    coded = {}
+    for name, narrow in narrowed.items():
+        rows = [next(found) for _ in range(frame_count(new[name].box.sizes))]
+        coded[name] = _Coded(narrow, *map(list, zip(*rows) if rows else ((), (), ())))
+    return coded
 
 
 def _entries(
@@ -183,13 +185,13 @@ def _entries(
             if same_as[name] in entries:
                 entries[name] = Entry.for_held(name, held, of=same_as[name])
             continue
-        narrow, frames = coded[name]
+        frames = coded[name].frames
         if name not in older or any(frames):
             entries[name] = Entry.for_held(
                 name,
                 held,
                 from_base=name in older,
-                narrow=narrow,
+                narrow=coded[name].narrow,
                 frames=tuple(map(len, frames)),
                 digests=tuple(digest if frame else 0 for digest, frame in zip(new.digests[name], frames)),
             )
@@ -206,15 +208,16 @@ class _Frame(NamedTuple):
         held: the tensor.
         box: the frame's elements.
         older: the tensor in the base.
-        is_suspect: whether the checksum is that of the base's elements. Then the bytes are compared.
         elements: dtype of the elements in the frame.
+        digest, base_digest: checksums of the elements in both versions, if they are known.
     """
 
     held: Held
     box: Box
     older: Held | None = None
-    is_suspect: bool = False
     elements: str | None = None
+    digest: int | None = None
+    base_digest: int | None = None
 
 
 def _elements(frame: _Frame) -> int:
@@ -225,13 +228,23 @@ def _digest(frame: _Frame) -> int:
     return digest_of(kernels.cpu_backend(), frame.held.on_host(frame.box))
 
 
-def _code(frame: _Frame) -> bytes:
-    """The bytes of a frame; none if nothing has changed."""
+def _code(frame: _Frame) -> tuple[bytes, int, int | None]:
+    """The bytes of a frame, none if nothing has changed, and the checksums of its elements in both versions."""
     backend = kernels.cpu_backend()
     x = frame.held.on_host(frame.box)
     base_x = None if frame.older is None else frame.older.on_host(frame.box)
-    if frame.is_suspect and have_equal_bytes(x, base_x):
-        return b""
+    digest, base_digest = frame.digest, frame.base_digest
+    if digest is None:
+        digest = digest_of(backend, x)
+    if base_digest is None and base_x is not None:
+        base_digest = digest_of(backend, base_x)
+    # Equal checksums don't prove equal bytes.
+    is_same = base_x is not None and digest == base_digest and have_equal_bytes(x, base_x)
+    return b"" if is_same else _coded_frame(backend, frame, x, base_x), digest, base_digest
+
+
+def _coded_frame(backend: Backend, frame: _Frame, x: np.ndarray, base_x: np.ndarray | None) -> bytes:
+    """The bytes of a frame that has changed."""
     x, base_x = converted(x, frame.elements), None if base_x is None else converted(base_x, frame.elements)
     # The header of a frame alone would take as much.
     if x.nbytes <= HEADER_BYTES:

@@ -20,7 +20,7 @@ from ..core.transport.groups import require_group
 from .apply import require_no_base
 from .forms import Held, held_copy
 from .keys import require_key
-from .make import Snapshot, identity_of, patch_between
+from .make import Snapshot, identity_of, make_patch_of
 from .state_dicts import apply_patch, rank_among, require_number
 from .tensors import TensorPart, held_in, is_sharded, published_in
 
@@ -118,9 +118,16 @@ class WeightPublisher:
             raise UnsupportedError(_NOTHING_PUBLISHED)
         base = base if base in self._kept else None
         if base not in self._made:
-            older = None if base is None else self._kept[base]
-            newest = self._kept[self.identity]
-            self._made[base] = patch_between(newest, older, *self._place, key=self._key, number=self._number)
+            newest, older = self._kept[self.identity], self._kept.get(base)
+            self._made[base] = make_patch_of(
+                newest.held,
+                older and older.held,
+                *self._place,
+                key=self._key,
+                number=self._number,
+                known=newest.digests,
+                known_base=older and older.digests,
+            )
         return self._made[base]
 
 

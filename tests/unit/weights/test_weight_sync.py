@@ -34,6 +34,15 @@ def test_a_worker_follows():
     assert max(sizes[1:]) < 0.4 * sizes[0]
 
 
+def test_a_tensor_that_has_more_or_fewer_frames_than_before():
+    """Checksums of the version before are known, and are of no use for it."""
+    publisher, worker = WeightPublisher(), WeightSubscriber()
+    for size in (10, 1_500_000, 10, 0, 3_000_000):
+        state = {"w": torch.arange(size, dtype=torch.float32), "same": torch.ones(7)}
+        publisher.publish(state)
+        assert same(worker.apply(publisher.patch(worker.identity)), state) and worker.identity == publisher.identity
+
+
 def test_a_version_has_the_number_that_is_given():
     publisher, [first, second] = WeightPublisher(), versions(2)
     for number, state in ((None, first), (700, second), (None, first)):
