@@ -81,7 +81,7 @@ JOBS = {
     "plan-ranks": Job(5, "-m benchmarks.plan simulate"),
     "weights": Job(6, "-m benchmarks.weights"),
     "weight-ways": Job(6, "-m benchmarks.weight_ways --rounds 2"),
-    "patch-files": Job(2, "-m benchmarks.patch_files"),
+    "patch-files": Job(5, "-m benchmarks.patch_files"),
     "third-party": Job(20, "benchmarks/thirdparty/run.py --json benchmarks/results/third-party.json"),
     "convergence": Job(120, "benchmarks/convergence/suite.py"),
     "frontier": Job(90, "benchmarks/convergence/frontier.py"),
