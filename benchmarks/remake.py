@@ -80,7 +80,7 @@ JOBS = {
     "plan": Job(30, "-m benchmarks.plan validate"),
     "plan-ranks": Job(5, "-m benchmarks.plan simulate"),
     "weights": Job(6, "-m benchmarks.weights"),
-    "weight-ways": Job(6, "-m benchmarks.weight_ways --rounds 2"),
+    "weight-ways": Job(13, "-m benchmarks.weight_ways"),
     "patch-files": Job(5, "-m benchmarks.patch_files"),
     "third-party": Job(20, "benchmarks/thirdparty/run.py --json benchmarks/results/third-party.json"),
     "convergence": Job(120, "benchmarks/convergence/suite.py"),
