@@ -23,12 +23,20 @@ Progress = Callable[[int, int], object]
 
 
 class Done:
-    """Bytes that are done, of all bytes. Threads add to them."""
+    """Bytes that are done, of all bytes. Threads add to them, until they have to stop."""
 
     def __init__(self, progress: Progress | None, all_bytes: int):
         self._progress, self._bytes, self._all_bytes, self._lock = progress, 0, all_bytes, Lock()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Have threads end, also in the middle of a file."""
+        self._is_stopped = True
 
     def add(self, nbytes: int) -> None:
+        """Raises CancelledError after `stop`."""
+        if self._is_stopped:
+            raise CancelledError
         if self._progress is None:
             return
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...core.errors import FrameError, MismatchError
@@ -14,6 +15,8 @@ from .copying import Done, Progress, chunks, naming, naming_files, write
 from .manifest import INDEX, Manifest, Row, require, require_index, write_manifest
 from .patched import pieces
 from .versions import Versions
+
+_FILES_AT_ONCE = 2  # one is made while the disk takes the other
 
 
 def fetch_version(
@@ -26,8 +29,8 @@ def fetch_version(
 ) -> int:
     """Make the checkpoint of a version, to the bit. Returns the number of the version.
 
-    `into` appears complete, by a rename. Every file is compared with its SHA-256. Takes memory for the patches of one
-    of the checkpoint's files, for up to three of its tensors, and for a few frames for each thread.
+    `into` appears complete, by a rename. Every file is compared with its SHA-256. Takes memory for the patches of two
+    of the checkpoint's files, for up to three tensors of each, and for a few frames for each thread.
 
     Args:
         folder: where versions are.
@@ -65,15 +68,27 @@ def _make(versions: Versions, number: int, into: Path, progress: Progress | None
     if problem is not None:
         raise problem
     done = Done(progress, sum(row.bytes for row in files.values()))
-    with naming_files(into), new_folder(into) as partial:
-        for name, row in files.items():
-            path = versions.directory(versions.origin(number, name)) / name
-            with naming(path):
-                require(path, write(partial / name, _pieces(versions, number, name), done, row.bytes), row)
-                if name.endswith(INDEX):
-                    require_index(partial / name, files)
+    with naming_files(into), new_folder(into) as partial, ThreadPoolExecutor(_FILES_AT_ONCE, "ncz-fetch") as pool:
+        making = [pool.submit(_make_file, versions, number, name, partial, done) for name in files]
+        try:
+            for each in making:
+                each.result()
+        except BaseException:
+            done.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
         rows = {name: Row(bytes=row.bytes, sha256=row.sha256, stored="file") for name, row in files.items()}
         write_manifest(partial, Manifest(format=1, version=number, base=None, files=rows), key)
+
+
+def _make_file(versions: Versions, number: int, name: str, into: Path, done: Done) -> None:
+    """Make a file of a version in the folder `into`."""
+    files = versions.manifest(number).files
+    path, row = versions.directory(versions.origin(number, name)) / name, files[name]
+    with naming(path):
+        require(path, write(into / name, _pieces(versions, number, name), done, row.bytes), row)
+        if name.endswith(INDEX):
+            require_index(into / name, files)
 
 
 def _pieces(versions: Versions, number: int, name: str) -> Iterator[bytes | memoryview]:
