@@ -1,5 +1,7 @@
 """What a communicator refuses before anything is sent, and what the handles of its calls give."""
 
+import threading
+
 import pytest
 import torch
 from ranks import play_communicators
@@ -68,6 +70,17 @@ def test_calls_of_one_rank_are_counted():
         return communicator.stats.total.bypasses
 
     assert play_communicators(1, "ncclz", body) == [{"one rank": 2}]
+
+
+def test_callbacks_of_one_rank_do_not_run_on_the_threads_of_its_group():
+    """They may hold the last reference to the group, whose end waits for its threads."""
+
+    def body(communicator):
+        for _ in range(200):
+            future = communicator.all_reduce(torch.ones(4), async_op=True).get_future()
+            assert future.then(lambda done: threading.get_ident()).wait() == threading.get_ident()
+
+    play_communicators(1, "ncclz", body)
 
 
 def test_no_call_of_several_begins_if_one_is_refused():
