@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import struct
 import threading
@@ -199,20 +200,24 @@ def test_the_longest_time_out_is_none_too_long():
 def test_waiting_to_send_is_not_woken_by_what_is_not_asked_for(monkeypatch):
     """The peer has sent its next message, and takes none of the large one yet."""
     large = bytes(32 << 20)
-    sent = threading.Event()
+    sent, counted = threading.Event(), threading.Event()
     polls = []
     wait_for = mesh.Mesh._wait_for
     monkeypatch.setattr(mesh.Mesh, "_wait_for", lambda self, *rest: (polls.append(self), wait_for(self, *rest))[1])
+
+    def count():
+        polls.append(len(polls))
+        counted.set()
 
     def body(rank, opened):
         if rank == 1:
             exchanges = [opened.start([message(1)] * 2, 0, 1 << 26) for _ in range(2)]
             sent.set()
-            time.sleep(0.5)
+            assert counted.wait(20)
             return [len(each.wait()) for each in exchanges]
         assert sent.wait(20)
         first = opened.start([large] * 2, 0, 1 << 26)
-        threading.Timer(0.3, lambda: polls.append(len(polls))).start()
+        threading.Timer(0.3, count).start()
         first.wait()
         opened.start([message(1)] * 2, 0, 1 << 26).wait()
         assert next(count for count in polls if isinstance(count, int)) < 100
@@ -426,15 +431,18 @@ def test_such_a_length_is_refused_at_once_although_a_head_is_expected_behind_it(
 
 
 def test_another_thread_may_close_while_one_waits():
+    noticed = threading.Event()
+
     def body(rank, opened):
         if rank == 1:
-            time.sleep(1)
+            assert noticed.wait(20)
             return
         threading.Timer(0.2, opened.close, ["closed by somebody else"]).start()
         started = time.monotonic()
         with pytest.raises(PeerError, match="closed by somebody else"):
             opened.start([message(1)] * 2, 1, 1).wait()
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 15  # half of the time-out
+        noticed.set()
         for use in (
             lambda: opened.start([message(1)] * 2, 1, 1),
             lambda: opened.send(1, b"x"),
@@ -467,17 +475,19 @@ def test_a_fork_does_not_keep_connections_open():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: that is the subject
                 process = os.fork()
             if process == 0:
-                time.sleep(3)
+                time.sleep(30)
                 os._exit(0)
             opened.close("the parent is over")
             return process
         started = time.monotonic()
         with pytest.raises(PeerError, match="rank 1 has closed"):
             opened.start([message(1)] * 2, 1, 1).wait()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 15
         return None
 
-    os.waitpid(play(2, body)[1], 0)
+    process = play(2, body)[1]
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
 
 
 # ---------------------------------------------------------------- several channels
