@@ -1,6 +1,7 @@
 """Ring, direct and halving over real gloo, all ranks in one process: exact sums, and the same on every rank."""
 
 import itertools
+import threading
 import time
 from functools import partial
 
@@ -585,7 +586,7 @@ def test_a_frame_that_was_not_sent_is_not_taken_from_the_message_before():
 
 @pytest.mark.parametrize("way", ["mesh", "gloo"])
 def test_waiting_for_a_frame_is_counted_as_such(way):
-    seconds = 0.05
+    seconds, waits = 0.2, threading.Event()
 
     def body(transport):
         counters = Counters()
@@ -593,9 +594,11 @@ def test_waiting_for_a_frame_is_counted_as_such(way):
         if transport.rank == 1:
             frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             HEADER.pack_into(frame.numpy(), 0, MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, 0, 0, 0)
+            assert waits.wait(20)
             time.sleep(seconds)
             stream.send(frame)
         else:
+            waits.set()
             stream.receive()
         stream.finish()
         return counters.wait_seconds
@@ -605,17 +608,19 @@ def test_waiting_for_a_frame_is_counted_as_such(way):
 
 def test_a_stream_ends_when_all_has_left():
     """More than sockets hold, to a rank that takes none of it for a while."""
-    seconds, nbytes = 0.05, 1 << 25
+    seconds, nbytes, sends = 0.05, 1 << 25, threading.Event()
 
     def body(transport):
         [stream] = transport.streams([(1 - transport.rank,) * 2], [1] * transport.rank, nbytes, Counters())
         started = time.perf_counter()
         if transport.rank == 0:
+            sends.set()
             frame = torch.zeros(nbytes, dtype=torch.uint8)
             fields = [MAGIC, VERSION, Coder.RAW, Predictor.NONE, 32, 0, nbytes - HEADER_BYTES, 0, 0]
             HEADER.pack_into(frame.numpy(), 0, *fields)
             stream.send(frame)
         else:
+            assert sends.wait(20)
             time.sleep(seconds)
             stream.receive()
         stream.finish()
