@@ -327,10 +327,14 @@ class TestCache:
 
 
 def test_one_thread_gives_the_others_back():
+    before = torch.get_num_threads()
     torch.set_num_threads(3)
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 3
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.processes
