@@ -97,7 +97,10 @@ def test_whichever_command_fails_the_stage_does_and_nothing_goes_on(stages, boot
         with pytest.raises(bootstrap.SetupError, match="setup.log"):
             stages.run("one fails", *commands, meanwhile=meanwhile)
         assert "for this test" in capsys.readouterr().out
+    go_on = tmp_path / "go on"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
     with pytest.raises(bootstrap.SetupError):
-        stages.run("one fails", fails, meanwhile=python(f"import time; time.sleep(1); open({str(done)!r}, 'w')"))
-    time.sleep(1.5)
+        stages.run("one fails", fails, meanwhile=python(f"{waits}\nopen({str(done)!r}, 'w')"))
+    go_on.touch()
+    time.sleep(0.5)
     assert not done.exists()
