@@ -138,6 +138,7 @@ class TestSlowLink:
         assert can_limit_connections()
 
     def test_a_system_without_limits_is_found_out(self, monkeypatch):
-        # An option that the kernel takes, and that limits nothing.
+        # An option that the kernel takes, and that limits nothing; a rate at which a limit would take seconds.
         monkeypatch.setattr(network, "_SO_MAX_PACING_RATE", socket.SO_KEEPALIVE)
+        monkeypatch.setattr(network, "SLOW_MBITS", 2)
         assert not can_limit_connections()
