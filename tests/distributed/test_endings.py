@@ -16,7 +16,7 @@ from ncz_plugins import Communicator
 HALVES = {"schedule": "halving", "min_bytes": 0}
 CALLS = {"raises": HALVES, "peer gone": HALVES}  # how the call under way travels; in the other cases as by default
 TIMEOUT_SECONDS = 120.0  # which nobody may wait for
-SOON = 20.0  # 10 seconds for calls under way, 5 for the connections, and some for a busy machine
+SOON = 60.0  # 10 seconds for calls under way, 5 for the connections, and more for a busy machine
 
 
 def end_in_a_call(case: str) -> None:
