@@ -306,7 +306,7 @@ def test_what_connects_later_does_not_need_the_store_of_others(use):
 
     def on_rank(rank, pool):
         connections = Connections(dist.PrefixStore("connections", shared[rank]), rank, n, timedelta(seconds=60))
-        waiting = pool.submit(shared[rank].wait, ["connected"], timedelta(seconds=5)) if rank else None
+        waiting = pool.submit(shared[rank].wait, ["connected"], timedelta(seconds=30)) if rank else None
         time.sleep(0.2)  # so that it waits
         if use == "frames":
             connections.frames.connect([(rank + 3) % n, (rank - 3) % n])  # of which agreements take none
