@@ -92,6 +92,13 @@ def held() -> dict[str, int]:
     return {"files": files, "threads": threads, "memory": resident}
 
 
+def wait_for_threads(before: dict[str, int]) -> None:
+    """Threads end by themselves, soon."""
+    deadline = time.monotonic() + 20
+    while len(os.listdir("/proc/self/task")) > before["threads"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 @two_ranks
 def test_a_communicator_takes_four_descriptors_with_one_peer_and_three_threads(group):
     """A mesh of each kind, gloo's connection, and one with the store, which rank 0 serves.
@@ -139,9 +146,7 @@ def test_communicators_that_are_dropped_leave_nothing_behind_without_a_collectio
         communicator = Communicator({"transport": {"schedule": schedule}}, group)
         communicator.all_reduce(values(rank, 100_000), async_op=True).get_future().wait()
         del communicator
-    deadline = time.monotonic() + 20  # threads end by themselves, soon
-    while len(os.listdir("/proc/self/task")) > before["threads"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_threads(before)
     files, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
     gc.enable()
     assert files <= before["files"] and threads <= before["threads"], (files, threads, before)
@@ -250,6 +255,7 @@ def live_a_hundred_times(port: int) -> dict:
     digests = {cycle(*life) for life in lives[:WARMUP]}
     before = held()
     digests |= {cycle(*life) for life in lives[WARMUP:]}
+    wait_for_threads(before)
     after = held()
     return {"more": {name: after[name] - before[name] for name in before}, "results": len(digests)}
 
