@@ -71,12 +71,14 @@ def test_the_runs_were_as_meant(plain, ncz):
 
 
 def test_the_statistics_tell_what_the_interface_carries(plain, ncz):
-    shrunk = bytes_per_step(plain) / bytes_per_step(ncz)
+    # The slower a step, the more Horovod's ranks have to say to each other: the quietest one tells.
+    before, after = (min(record["interface_bytes"] for record in records[:-1]) for records in (plain, ncz))
+    shrunk = before / after
     assert shrunk == pytest.approx(ncz[-1]["compression"]["ratio"], rel=0.05)
 
 
 def test_three_ranks_send_what_the_statistics_say_and_stay_identical(three_ranks):
-    # The slower a step, the more Horovod's ranks have to say to each other: the quietest one tells.
+    # Of the quietest step, as above.
     carried = min(record["interface_bytes"] / (3 * record["compression"]["wire_bytes"]) for record in three_ranks[:-1])
     assert carried == pytest.approx(1, rel=0.05)
     assert three_ranks[-1]["replicas_identical"] and len(three_ranks[-1]["parameters_sha256"]) == 3
