@@ -151,7 +151,10 @@ def test_a_rank_that_fails_tells_those_that_have_called_it():
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ranks[0].frames.connect, [5])  # which never comes
         ranks[peer].frames.connect([0])
-        time.sleep(0.5)  # until rank 0 has read its address
+        deadline = time.monotonic() + SOON
+        while peer not in ranks[0].frames._endpoint.known:  # rank 0 is yet to read its address
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         ranks[0].close(MemoryError("for this test"))
         with pytest.raises(PeerError, match="rank 0 has failed: MemoryError"):
             ranks[peer].frames.finish([ranks[peer].frames.receive(0, 1, 1)])
