@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -60,17 +60,22 @@ class Snapshot(NamedTuple):
     @classmethod
     def of(cls, held: Mapping[str, Held], known: Digests | None = None) -> Snapshot:
         """Read all tensors, each memory once, but those whose `digests` are `known`."""
-        # A tensor that shares no memory is one of its own.
-        keys = {name: (each.memory or name, each.form, each.box) for name, each in held.items()}
-        found = {keys[name]: digests for name, digests in (known or {}).items()}
-        first = {key: held[name] for name, key in keys.items() if key not in found}
-        frames = [_Frame(each, box) for each in first.values() for box in frames_of(each.box)]
-        read = iter(list(in_order(_digest, frames, _elements, are_on_host(held))))
-        found |= {key: [next(read) for _ in range(frame_count(each.box.sizes))] for key, each in first.items()}
-        digests = {name: found[key] for name, key in keys.items()}
+        digests = _digests(held, known or {})
         rows = [(name, *each.form, *each.box, digests[name]) for name, each in held.items()]
         identity = zlib.crc32(json.dumps(sorted(rows, key=lambda row: row[0])).encode())
         return cls(held, digests, identity)
+
+
+def _digests(held: Mapping[str, Held], known: Digests) -> dict[str, list[int]]:
+    """The checksums of all tensors, of which some may be `known`."""
+    # A tensor that shares no memory is one of its own.
+    keys = {name: (each.memory or name, each.form, each.box) for name, each in held.items()}
+    found = {keys[name]: digests for name, digests in known.items() if name in keys}
+    first = {key: held[name] for name, key in keys.items() if key not in found}
+    frames = [_Frame(each, box) for each in first.values() for box in frames_of(each.box)]
+    read = iter(list(in_order(_digest, frames, _elements, are_on_host(held))))
+    found |= {key: [next(read) for _ in range(frame_count(each.box.sizes))] for key, each in first.items()}
+    return {name: found[key] for name, key in keys.items()}
 
 
 def identity_of(state: Mapping[str, Held], known: Digests | None = None) -> int:
@@ -105,11 +110,12 @@ def make_patch_of(
     require_key(key)
     older = {} if base is None else {name: base[name] for name in new if _is_in(name, new, base)}
     same_as = _tied(new, older)
-    coded = _coded(new, older, same_as, known or {}, known_base or {})
+    known, known_base = _with_wide(new, older, known or {}), _with_wide(older, older, known_base or {})
+    coded = _coded(new, older, same_as, known, known_base)
     # What was coded has been read for its checksums. What is left is tied, or not in the other version.
     version = Snapshot.of(new, {name: each.digests for name, each in coded.items()})
     read = {name: coded[name].base_digests for name in older if name in coded}
-    before = None if base is None else Snapshot.of(base, {**(known_base or {}), **read})
+    before = None if base is None else Snapshot.of(base, known_base | read)
     entries = _entries(version, older, same_as, coded)
     contents = Contents(
         base=None if before is None else before.identity,
@@ -129,6 +135,12 @@ def make_patch_of(
 def _is_in(name: str, new: Mapping[str, Held], base: Mapping[str, Held]) -> bool:
     """Whether a tensor can be coded as changes from the base."""
     return name in base and new[name].is_alike(base[name])
+
+
+def _with_wide(held: Mapping[str, Held], names: Iterable[str], known: Digests) -> dict[str, list[int]]:
+    """What is known, and the checksums of wide tensors: only one that has changed is then read for narrower values."""
+    wide = {name: held[name] for name in names if held[name].form.dtype in NARROWER}
+    return {**known, **_digests(wide, known)}
 
 
 def _tied(new: Mapping[str, Held], older: Mapping[str, Held]) -> dict[str, str]:
@@ -160,11 +172,11 @@ def _coded(
         if name in same_as:
             continue
         base = older.get(name)
-        narrow = narrowed[name] = _narrower(held, base)
-        elements = held.form.elements(narrow)
         unknown = [None] * frame_count(held.box.sizes)
-        digests = known.get(name, unknown), unknown if base is None else known_base.get(name, unknown)
-        rows = zip(frames_of(held.box), *digests, strict=True)
+        digests, before = known.get(name, unknown), unknown if base is None else known_base.get(name, unknown)
+        narrow = narrowed[name] = None if digests == before != unknown else _narrower(held, base)
+        elements = held.form.elements(narrow)
+        rows = zip(frames_of(held.box), digests, before, strict=True)
         frames += [_Frame(held, box, base, elements, *both) for box, *both in rows]
     on_host = are_on_host(new) and are_on_host(older)
     found = iter(list(in_order(_code, frames, _elements, on_host)))
