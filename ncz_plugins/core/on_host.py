@@ -64,8 +64,8 @@ class HostCalls:
         doing = f"the plain {call.collective}"
         with call.pieces_in_place(), peer_errors(doing):
             handle = WorkHandle(call.start_plain(self._plain), doing)
-            # Else callbacks run on gloo's thread. One that holds the last reference to the group ends the process:
-            # the group waits for its threads.
+            # Callbacks of a call under way would run on gloo's thread. One that holds the last reference to the group
+            # would end the process: a group that goes waits for its threads.
             handle.wait()
         count_plain(self._group, call)
         return handle

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import BinaryIO
 
 from ...core.errors import FrameError, MismatchError, UnsupportedError
@@ -58,36 +58,37 @@ class Readers:
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "ncz-files")
-        self._stop = Event()
+        self._added_to: list[Done] = []
 
     def __enter__(self) -> Readers:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._stop.set()
+        for done in self._added_to:
+            done.stop()
         self._pool.shutdown(cancel_futures=True)
 
     def stored(
-        self, paths: Iterable[Path], done: Done = NOBODY, opened: Callable[[Path], BinaryIO] = _opened
+        self, paths: Iterable[Path], done: Done | None = None, opened: Callable[[Path], BinaryIO] = _opened
     ) -> Iterator[Stored]:
         """Size and SHA-256 of files, which `opened` opens. Raises what it raises, and OSError."""
+        done = done or Done(None, 0)
+        self._added_to.append(done)
         return self._pool.map(lambda path: self._stored(opened(path), done), paths)
 
     def _stored(self, file: BinaryIO, done: Done) -> Stored:
         with file:
-            return stored_in(file, done, self._stop)
+            return stored_in(file, done)
 
 
-def stored_in(file: BinaryIO, done: Done = NOBODY, stop: Event | None = None) -> Stored:
-    """Size and SHA-256 of the rest of an open file. Raises OSError, and CancelledError once `stop` is set."""
+def stored_in(file: BinaryIO, done: Done = NOBODY) -> Stored:
+    """Size and SHA-256 of the rest of an open file. Raises OSError, and CancelledError once `done` is stopped."""
     digest, nbytes, buffer = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
     with _naming_source(file):
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             nbytes += count
             done.add(count)
-            if stop is not None and stop.is_set():
-                raise CancelledError
     return Stored(bytes=nbytes, sha256=digest.hexdigest())
 
 

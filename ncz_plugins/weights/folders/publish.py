@@ -48,7 +48,7 @@ def publish_version(
 
     Raises UnsupportedError if the checkpoint is not complete, can't be read or changes meanwhile, or if another
     publisher is at work, FrameError if the version before is damaged, and PatchKeyError if it has another key. A
-    file that is cut off while it is read ends the process by SIGBUS, as files are mapped into memory.
+    file that gets shorter while a tensor of it is read ends the process (SIGBUS), as files are mapped into memory.
     """
     require_key(key)
     if not 1 <= whole_every <= MAX_CHAIN or (keep is not None and keep < 1):
