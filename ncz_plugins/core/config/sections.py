@@ -231,8 +231,8 @@ class TransportConfig(Section):
     )
     tuning: Annotated[FilePath | None, Allowed("null, or a path")] = Field(
         default=None,
-        description="A file from `ncz tune`, for schedule, frame_bytes and min_bytes if auto, link_gbps and costs if "
-        "null. Relative paths start at the configuration file's folder.",
+        description="A file from `ncz tune`, for schedule and frame_bytes if auto, min_bytes if auto or null, "
+        "link_gbps and costs if null. Relative paths start at the configuration file's folder.",
     )
     link_gbps: Annotated[
         Annotated[Number, Field(ge=1e-3, le=1e4)] | None,
