@@ -74,8 +74,15 @@ class CallQueue:
             collective: what the job does, for messages.
             device: where its tensors live.
             arguments: what `job` takes before the device and the transport of its tensors.
+
+        Raises what `require_open` does: another thread may have closed or aborted this queue since that was asked.
         """
-        self._last = self._worker.submit(partial(self._run, collective, device, record_event(device), job, arguments))
+        run = partial(self._run, collective, device, record_event(device), job, arguments)
+        try:
+            self._last = self._worker.submit(run)
+        except NczError:
+            self.require_open()
+            raise
         return self._last
 
     def run(self, collective: str, device: torch.device, job: Job, *arguments: object) -> None:
@@ -141,7 +148,7 @@ class CallQueue:
 
     def _start_closing(self) -> None:
         if self.error is None:
-            with suppress(UnsupportedError):  # in a fork, which has no part in them
+            with suppress(NczError):  # in a fork, which has no part in them, or as another thread closes this as well
                 self._worker.submit(self._close_routes)
 
     def _await_closed(self, deadline: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..errors import PeerError, UnsupportedError, forget_tensors, fresh
+from ..errors import NczError, PeerError, UnsupportedError, forget_tensors, fresh
 from .handle import Handle, fail, seconds_of
 from .process import start_thread
 
@@ -140,13 +140,19 @@ class Worker:
         self._process = os.getpid()
         self._callbacks = Callbacks(f"{name}-callbacks")
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._is_closed = False
+        self._ending = threading.Lock()  # held while a job is put, and while the end is: no job comes after that
         self._thread = start_thread(_run, self._jobs, name)
 
     def submit(self, job: Callable[[], None]) -> FutureHandle:
-        """Run `job` after all earlier jobs. Raises UnsupportedError in a fork."""
+        """Run `job` after all earlier jobs. Raises UnsupportedError in a fork, and NczError after `close`."""
         self.require_own_process()
         future: concurrent.futures.Future = concurrent.futures.Future()
-        self._jobs.put((job, future))
+        # Another thread may close this one meanwhile. A job that lay behind the end would never be over.
+        with self._ending:
+            if self._is_closed:
+                raise NczError("the thread that was to run this has ended")
+            self._jobs.put((job, future))
         return FutureHandle(future, self._callbacks)
 
     def require_own_process(self) -> None:
@@ -163,7 +169,9 @@ class Worker:
 
     def close(self, timeout: float) -> bool:
         """End the thread after all submitted jobs. Returns False if it has not ended after `timeout` seconds."""
-        self._jobs.put(None)
+        with self._ending:
+            self._is_closed = True
+            self._jobs.put(None)
         self._callbacks.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)

@@ -182,6 +182,21 @@ def test_what_is_given_up_ends_its_thread():
     play(1, body)
 
 
+@pytest.mark.parametrize("how, told", [("abort", "aborted"), ("close", "this communicator was closed")])
+def test_a_call_that_another_thread_has_overtaken_with_the_end_is_refused(how, told):
+    """It found the queue open, and was decided while the other one ended it. Its handle would never be over."""
+
+    def body(transport):
+        queue, jobs = queue_of(transport), Jobs()
+        queue.require_open()
+        queue.abort(PeerError("aborted")) if how == "abort" else queue.close()
+        with pytest.raises(NczError, match=told):
+            submit(queue, jobs.job(1))
+        assert not jobs.ran
+
+    play(1, body)
+
+
 @pytest.mark.parametrize("waits_for", ["a new call", "an earlier one", "a future"])
 def test_a_callback_may_wait_for_further_calls(waits_for):
     """As those of torch's PowerSGD hook do."""

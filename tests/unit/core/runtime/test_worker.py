@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 
-from ncz_plugins.core.errors import PeerError
+from ncz_plugins.core.errors import NczError, PeerError
 from ncz_plugins.core.runtime.worker import Worker
 
 
@@ -54,6 +55,26 @@ def test_closing_finishes_what_was_asked_for():
         worker.submit(lambda i=i: seen.append(i))
     assert worker.close(5)
     assert seen == list(range(10))
+
+
+def test_a_job_after_the_end_is_refused_and_not_left_behind_it():
+    worker = Worker("test")
+    assert worker.close(5)
+    with pytest.raises(NczError, match="has ended"):
+        worker.submit(lambda: None)
+
+
+def test_what_was_submitted_while_another_thread_closes_is_over():
+    for _ in range(20):
+        worker, go, handles = Worker("test"), threading.Barrier(2), []
+        closing = threading.Thread(target=lambda: (go.wait(), worker.close(5)))  # noqa: B023, joined below
+        closing.start()
+        go.wait()
+        with suppress(NczError):
+            while True:
+                handles.append(worker.submit(lambda: None))
+        closing.join()
+        assert all(handle.wait(5) for handle in handles)
 
 
 def test_closing_does_not_wait_for_ever():
