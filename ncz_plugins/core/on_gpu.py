@@ -24,7 +24,7 @@ from .runtime.handle import Handle
 from .runtime.stream import CallStream, StreamHandle, require_capturable
 from .transport.base import CollectiveTransport, PlainCollectives, Transport, peer_errors
 from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
-from .transport.nccl_classes import is_nccl
+from .transport.nccl_classes import is_nccl, nccl_class_of
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.striped import StripedCollectives
 
@@ -59,6 +59,7 @@ class GpuCalls:
         self._user_group = user_group
         self._plain = TorchCollectives(lambda: user_group) if plain is None else plain
         self._are_messages = plain is not None
+        self._is_of_nccl = nccl_class_of(user_group) is not None
         self._open_settings = open_settings
         self._is_connected = False  # or about to be
         self._stream: CallStream | None = None  # of calls at a fixed rate
@@ -143,7 +144,8 @@ class GpuCalls:
         doing = f"the plain {call.collective}"
         with stream, peer_errors(doing):
             handle = WorkHandle(call.start_plain(self._plain), doing)
-            if call.joined:
+            # gloo would run callbacks on a thread of its own, which ends the process: see `HostCalls`.
+            if call.joined or not self._is_of_nccl:
                 handle.wait()
         if call.joined and not captured:
             handle = StreamHandle.of_current(self._device)  # with the copies back to the joined tensors
