@@ -6,6 +6,7 @@ carries the bytes over torch.distributed.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -68,8 +69,9 @@ class WeightPublisher:
         self._place = 0, 1  # number of this rank, and of ranks that publish together
         self._kept: dict[int, Snapshot] = {}  # versions by identity, the oldest first
         self._made: dict[int | None, bytes] = {}  # patches to the newest version, by the identity of their base
+        self._changing = threading.Lock()  # held while another version becomes the newest, or is looked up
         if base is not None:
-            self._keep_newest(base)
+            self._keep_newest(base, None)
 
     def publish(self, state: Mapping[str, Tensor | TensorPart], number: int | None = None) -> int:
         """Copy `state` as the newest version. Returns how many versions were published, this one included.
@@ -79,32 +81,35 @@ class WeightPublisher:
             number: see `make_patch`, such as the training's step. None: if several ranks publish, the number of this
                 call, from 1.
 
-        Raises UnsupportedError as `make_patch` does; the version published before then remains the newest.
+        Raises UnsupportedError as `make_patch` does; the version published before then remains the newest. Other
+        threads may ask for patches meanwhile: they get those to the version before.
         """
         self._calls += 1
         require_number(number)
-        self._keep_newest(state)
-        self.version, self._number = self.version + 1, number
-        if number is None and self._place[1] > 1:
-            self._number = self._calls
+        self._keep_newest(state, number, published=1)
         return self.version
 
-    def _keep_newest(self, state: Mapping[str, Tensor | TensorPart]) -> None:
-        new = Snapshot.of(_copy(state))
-        self._place = rank_among(state, self._group)
-        # A version that is published again becomes the newest.
-        self._kept.pop(new.identity, None)
-        self._kept[new.identity] = new
-        for old in list(self._kept)[: -self._keep]:
-            del self._kept[old]
-        self._made.clear()
+    def _keep_newest(self, state: Mapping[str, Tensor | TensorPart], number: int | None, published: int = 0) -> None:
+        new, place = Snapshot.of(_copy(state)), rank_among(state, self._group)
+        if number is None and published and place[1] > 1:
+            number = self._calls
+        with self._changing:
+            self._place, self._number = place, number
+            self.version += published
+            # A version that is published again becomes the newest.
+            self._kept.pop(new.identity, None)
+            self._kept[new.identity] = new
+            for old in list(self._kept)[: -self._keep]:
+                del self._kept[old]
+            self._made = {}  # a new one: a patch that is being made for the version before goes to the other
 
     @property
     def identity(self) -> int:
         """The identity of the newest version, or of `base` if none was published. Raises UnsupportedError without."""
-        if not self._kept:
-            raise UnsupportedError(_NOTHING_PUBLISHED)
-        return next(reversed(self._kept))
+        with self._changing:
+            if not self._kept:
+                raise UnsupportedError(_NOTHING_PUBLISHED)
+            return next(reversed(self._kept))
 
     def patch(self, base: int | None = None) -> bytes:
         """The patch that turns the version with the identity `base` into the newest.
@@ -116,19 +121,21 @@ class WeightPublisher:
         """
         if not self.version:
             raise UnsupportedError(_NOTHING_PUBLISHED)
-        base = base if base in self._kept else None
-        if base not in self._made:
-            newest, older = self._kept[self.identity], self._kept.get(base)
-            self._made[base] = make_patch_of(
+        with self._changing:  # what belongs together; `publish` need not wait for the patch to be made
+            newest, older = self._kept[next(reversed(self._kept))], self._kept.get(base)
+            made, place, number = self._made, self._place, self._number
+        base = None if older is None else base
+        if base not in made:
+            made[base] = make_patch_of(
                 newest.held,
                 older and older.held,
-                *self._place,
+                *place,
                 key=self._key,
-                number=self._number,
+                number=number,
                 known=newest.digests,
                 known_base=older and older.digests,
             )
-        return self._made[base]
+        return made[base]
 
 
 class WeightSubscriber:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ncz_plugins import MismatchError, UnsupportedError, WeightPublisher, WeightSubscriber, WeightSync, apply_patch
-from ncz_plugins.weights import make
+from ncz_plugins.weights import make, sync
 from ncz_plugins.weights.apply import read_patch
 from ncz_plugins.weights.make import make_patch_of
 from ncz_plugins.weights.tensors import held_in
@@ -51,6 +51,23 @@ def test_a_version_has_the_number_that_is_given():
     with pytest.raises(UnsupportedError, match="number must be an integer from 0 to"):
         publisher.publish(second, -1)
     assert publisher.version == 3 and same(apply_patch(publisher.patch()), first)
+
+
+def test_a_patch_that_is_made_while_another_version_is_published_leads_to_the_one_before_and_is_given_once(monkeypatch):
+    """Requests are served on threads of their own: a patch that stayed would keep workers a version behind."""
+    base, second, third = versions(3)
+    publisher = WeightPublisher(keep=3, base=base)
+    begin = publisher.identity
+    publisher.publish(second)
+
+    def make_meanwhile(*arguments, **named):
+        monkeypatch.setattr(sync, "make_patch_of", make_patch_of)
+        publisher.publish(third)
+        return make_patch_of(*arguments, **named)
+
+    monkeypatch.setattr(sync, "make_patch_of", make_meanwhile)
+    assert same(apply_patch(publisher.patch(begin), base), second)
+    assert same(apply_patch(publisher.patch(begin), base), third)
 
 
 def test_a_worker_that_missed_versions_gets_one_patch_or_all():
