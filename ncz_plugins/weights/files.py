@@ -21,7 +21,7 @@ from ..core.errors import FrameError, MismatchError, UnsupportedError
 from ..kernels.arrays import numpy_dtype
 from .apply import Version, assemble, require_base, values_of
 from .elements import have_equal_bytes, row_of
-from .forms import SAFETENSORS_BITS, Form, Held, new_held
+from .forms import CODED, SAFETENSORS_BITS, Form, Held, new_held
 from .index import FileHeader
 from .make import Snapshot, make_patch_of
 
@@ -349,6 +349,8 @@ def _place_of(name: str, value: object) -> _Place:
             raise UnsupportedError(
                 f"is damaged: {name} has {end - begin} bytes, and {list(shape)} elements of {dtype} take {bits / 8:g}"
             )
+    elif dtype in CODED:  # torch's name of a dtype that the format has not
+        raise UnsupportedError(f"is damaged: {name} has the dtype {dtype}, which safetensors files do not know")
     return _Place(name, dtype, shape, begin, end)
 
 

@@ -166,6 +166,7 @@ DAMAGED = {
         "a begins at byte 4, where 0 was expected",
     ),
     "twice the same bytes": (file_with({"a": PLACE, "b": PLACE}, bytes(8)), "b begins at byte 0, where 8 was expected"),
+    "a dtype of torch's": (file_with({"a": PLACE | {"dtype": "complex128"}}, bytes(8)), "a has the dtype complex128"),
     "other metadata": (file_with({"__metadata__": 3}, b""), "__metadata__ in its header must map"),
 }
 
