@@ -38,6 +38,17 @@ def require_sizes(collective: str, ranks: int, whole: Tensor, part: Tensor) -> N
         raise ValueError(f"{collective}: {wanted}, got {whole.numel()} and {part.numel()}")
 
 
+def require_apart(collective: str, whole: Tensor, part: Tensor) -> None:
+    """Raise ValueError if `part` overlaps `whole` otherwise than as one of its parts: it would be written too early."""
+    size = part.numel() * part.element_size()
+    begin = part.data_ptr() - whole.data_ptr()
+    if -size < begin < whole.numel() * whole.element_size() and begin % size:
+        raise ValueError(
+            f"{collective}: output must have memory of its own, or be one of the parts of input, which begin every "
+            f"{size} bytes; it begins at byte {begin}"
+        )
+
+
 def pieces_of(
     collective: str,
     rank: int,
@@ -246,4 +257,4 @@ def parts_of(
         raise ValueError(f"{collective}: pass name or parts, not both, got name={name!r}")
     if (elements := sum(part.length for part in parts)) != tensor.numel():
         raise ValueError(f"{collective}: parts must have the {tensor.numel()} elements of the tensor, got {elements}")
-    return parts
+    return parts or [ParameterSlice(None, 0)]

@@ -17,6 +17,7 @@ from .arguments import (
     parts_of_each,
     pieces_of,
     pieces_of_lists,
+    require_apart,
     require_kept,
     require_sizes,
     root_of,
@@ -131,7 +132,7 @@ class Collectives:
         """Sum `input` over ranks (or average, for AVG) and leave the rank's own of world_size equal parts in `output`.
 
         Args:
-            output: [n] elements in any shape, on the device of `input` and of its dtype.
+            output: [n] elements in any shape, on the device of `input` and of its dtype. May be a part of `input`.
             input: [world_size * n] elements in any shape; dtypes as of `all_reduce`.
             parts: those of `input`. There is a call for each treatment, as of `all_reduce`, if what goes to each rank
                 consists of parts of the same lengths and treatments.
@@ -139,12 +140,14 @@ class Collectives:
 
         Returns: a handle if `async_op`, else None.
 
-        Raises what `all_reduce` does; ValueError for other sizes, UnsupportedError for parts that are treated
-        differently if ranks get other parts.
+        Raises what `all_reduce` does; ValueError for other sizes, and for an output that overlaps several parts of
+        `input` or begins in the middle of one; UnsupportedError for parts that are treated differently if ranks get
+        other parts.
         """
         with Beginning(self, "reduce_scatter_single"):
             source, memory = tensor_of(input, op, is_written=False), tensor_of(output)
             require_sizes("reduce_scatter_single", self.world_size, whole=source, part=memory)
+            require_apart("reduce_scatter_single", source, memory)
             parts = parts_of("reduce_scatter_single", source, name, parts)
             require_kept("reduce_scatter_single", parts, kept_as)
             calls = self._scattered_sums(source, memory, op, parts, role, kept_as)
@@ -598,7 +601,7 @@ class Beginning:
 
     def __exit__(self, kind, error: BaseException | None, traceback) -> None:
         try:
-            if isinstance(error, (UnsupportedError, ValueError, OutOfMemoryError)):
+            if isinstance(error, (UnsupportedError, ValueError, TypeError, OutOfMemoryError)):
                 self._communicator.refuse(self._collective)
         finally:
             self._outside.__exit__(kind, error, traceback)

@@ -203,6 +203,14 @@ def test_any_shape_is_taken_and_what_can_not_be_is_refused_with_the_remedy(group
         parts, elsewhere = torch.ones(world_size), torch.empty(1, device="meta")
         refused = lambda: communicator.reduce_scatter_single(elsewhere, parts)  # noqa: E731
         raises(UnsupportedError, refused, "cpu and meta", "one device")
+        whole = torch.ones(3 * 50_000)
+        for begin, size in ((1, 50_000), (25_000, 50_000), (99_999, 50_000)):
+            own = whole[begin : begin + size]
+            refused = lambda: communicator.reduce_scatter_single(own, whole)  # noqa: B023, E731
+            raises(ValueError, refused, "memory of its own", f"begins at byte {4 * begin}")
+        assert (whole == 1).all()
+        communicator.all_reduce(nothing := torch.empty(0), parts=[])
+        assert not nothing.numel()
 
 
 @ranks(3)
@@ -245,11 +253,15 @@ def test_negated_views_and_a_name_twice_are_refused(group):
 
 @ranks(3)
 def test_a_refused_call_is_told_at_once_and_to_the_others_when_they_make_it(group):
-    with Communicator(group=group) as communicator:
-        if rank == 0:  # whose error must not wait for the others
-            raises(ValueError, lambda: communicator.reduce_scatter_single(torch.empty(5), torch.empty(7)))
-        dist.all_reduce(torch.zeros(1))
-        raises(MismatchError, lambda: communicator.all_reduce(mine()), "rank 0")
+    for error, make in (
+        (ValueError, lambda c: c.reduce_scatter_single(torch.empty(5), torch.empty(7))),
+        (TypeError, lambda c: c.all_reduce(mine(), name=3)),
+    ):
+        with Communicator(group=group) as communicator:
+            if rank == 0:  # whose error must not wait for the others
+                raises(error, lambda: make(communicator))  # noqa: B023
+            dist.all_reduce(torch.zeros(1))
+            raises(MismatchError, lambda: communicator.all_reduce(mine()), "rank 0")  # noqa: B023
 
 
 @ranks(3)
