@@ -74,12 +74,14 @@ def _parameters(task: str) -> int:
 
 GPT, GPT64 = "GPT", "GPT, 64 sequences"
 BATCHES = (GPT, GPT64, "GPT, 256 sequences")
-SIZES = (GPT64, "GPT of 3 M, 64 sequences", "GPT of 11 M, 64 sequences")
+SIZES = (GPT, "GPT of 3 M", "GPT of 11 M")
+SIZES64 = tuple(f"{task}, 64 sequences" for task in SIZES)
 RANKS = (2, 8, 32)
 AXES = {  # of the picture: what differs, and the cells' tasks and ranks
     "sequences in a step": [(task, 2) for task in BATCHES],
     "ranks": [(GPT64, ranks) for ranks in RANKS],
-    "parameters": [(task, 2) for task in SIZES],
+    "parameters, 16 sequences": [(task, 2) for task in SIZES],
+    "parameters, 64 sequences": [(task, 2) for task in SIZES64],
 }
 GRID = [
     Cell(optimizer, *place)
@@ -168,7 +170,8 @@ def draw(found: Results) -> None:
                     panel.errorbar(*zip(*points), label=f"{optimizer}, {name}", **style)
         ticks = [_along(axis, Cell("AdamW", *place)) for place in places]
         panel.set(xscale="log", xlim=(ticks[0] / 1.3, ticks[-1] * 1.3), ylabel="%")
-        panel.set_xticks(ticks, [f"{each / 1e6:.1f} M" if axis == "parameters" else f"{each}" for each in ticks])
+        of_size = axis.startswith("parameters")
+        panel.set_xticks(ticks, [f"{each / 1e6:.1f} M" if of_size else f"{each}" for each in ticks])
         panel.minorticks_off()
         panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
         finish(panel, f"added to the training loss, by {axis}")
@@ -176,7 +179,7 @@ def draw(found: Results) -> None:
 
 
 def _along(axis: str, cell: Cell) -> int:
-    return {"sequences in a step": cell.sequences, "ranks": cell.ranks, "parameters": cell.parameters}[axis]
+    return {"sequences in a step": cell.sequences, "ranks": cell.ranks}.get(axis, cell.parameters)
 
 
 def main() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WARM_UP = 0.1  # of the steps, in which the learning rate rises; then it falls to a tenth, as a cosine does
 
@@ -35,6 +37,27 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(weight.grad, 1 - to_keep)
 
 
+class Float32Products(TorchDispatchMode):
+    """Multiplies matrices of bfloat16 in float32, and rounds what comes out."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return function(*arguments, **(named or {}))
+        result = function(*(each.float() for each in arguments), **(named or {}))
+        return result.to(arguments[0].dtype)
+
+
+class Muon(torch.optim.Muon):
+    """torch's. Where the CPU has no instructions for bfloat16, in which it multiplies, float32 is 100 times as fast."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        is_on_cpu = all(weight.is_cpu for group in self.param_groups for weight in group["params"])
+        with Float32Products() if is_on_cpu and not has_bfloat16 else nullcontext():
+            super().step()
+
+
 def rate(step: int, steps: int) -> float:
     """Of the learning rate, in a step."""
     warm = max(1, round(WARM_UP * steps))
@@ -55,7 +78,7 @@ def optimizers(name: str, weights: Mapping[str, Tensor], sgd_rate: float) -> lis
         return [torch.optim.SGD(weights.values(), lr=sgd_rate, momentum=0.9)]
     of_layers = [key for key, weight in weights.items() if is_of_muon(key, weight.shape)]
     matrices, rest = [weights[key] for key in of_layers], [weights[key] for key in weights if key not in of_layers]
-    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(rest, **ADAMW)]
 
 
