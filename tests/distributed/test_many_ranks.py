@@ -15,7 +15,7 @@ from benchmarks.opening import Group
 from ncz_plugins import Communicator
 from ncz_plugins.core.schedules.halving import route_of, segments_for
 
-RANKS = 64
+RANKS = 33
 LONG = 120.0  # the time-out of what must end before it
 SOON = 60.0
 ELEMENTS = 20_011
