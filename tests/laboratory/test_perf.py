@@ -1,4 +1,7 @@
-"""benchmarks.laboratory.perf, run as a researcher runs it: links are crossed, and what starts on them ends with it."""
+"""benchmarks.laboratory.perf, run as a researcher runs it: links are crossed, and what starts on them ends with it.
+
+Without links: tests/integration/test_horovod_perf.py. Ranks that share a node: tests/unit/benchmarks.
+"""
 
 import json
 import subprocess
@@ -8,9 +11,7 @@ import pytest
 from launching import interrupt
 from links import needs_links
 
-from benchmarks.laboratory import peers
 from benchmarks.laboratory.perf import main
-from ncz_plugins.core.config import Config
 
 SECONDS = 240  # for one command, on a busy machine
 COMMAND = [sys.executable, "-m", "benchmarks.laboratory.perf"]
@@ -23,18 +24,6 @@ def perf(*arguments) -> subprocess.CompletedProcess:
 def read(done: subprocess.CompletedProcess) -> dict:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def test_without_links_it_is_ncz_perf_with_more_contenders(tmp_path):
-    peer = next((name for name in ("zstd", "lz4") if not peers.CONTENDERS[name].missing()), "ddp-int8")
-    options = ["--sizes", "512K", "--data", "noise", "--repeat", 1, "--peers", peer, "--json"]
-    found = read(perf("all_reduce", *options, "--plot", tmp_path / "x.png", "--trace", tmp_path / "x.json"))
-    assert [r["peer"] for r in found["records"]] == ["plain", "ncz", peer]
-    assert found["ranks_per_node"] == 1 and found["command"].startswith("python -m benchmarks.laboratory.perf all_red")
-    [job] = found["jobs"]
-    assert Config.load(job["config"]) == Config() and job["link"] is None
-    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +44,6 @@ def test_the_link_that_ranks_measure_decides_what_is_compressed(on_two_links):
     slow, fast = (r for r in on_two_links["records"] if r["peer"] == "ncz")
     assert not slow["bypasses"] and slow["ratio"] > 4
     assert list(fast["bypasses"]) == ["too small"] and fast["ratio"] == 1
-
-
-@needs_links
-def test_ranks_of_one_node_share_its_link():
-    options = ["--sizes", "1M", "--data", "noise", "--repeat", 1, "--link", "1gbit"]
-    done = perf("all_reduce", "--ranks", 4, "--ranks-per-node", 2, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("all_reduce, 4 ranks, data noise, 2 to a node:")
-    assert "link 1gbit" in done.stdout and "All ranks are on this machine" not in done.stdout
 
 
 @needs_links
