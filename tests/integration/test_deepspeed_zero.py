@@ -35,17 +35,15 @@ def case(stage: int, dtype: str = "fp32", *, zero: dict | None = None, **top_lev
 
 ALL_REDUCE = {"reduce_scatter": False}
 EIGHT_BITS = {"quantizer": {"mode": "bits", "value": 8}, "transport": {"min_bytes": 0}}
+# Small buckets, and more ways of reducing: test_deepspeed_feedback.py, element by element.
 CASES = {
     **{f"{dtype} stage {stage}": case(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")},
-    **{f"fp32 stage {stage} without reduce_scatter": case(stage, zero=ALL_REDUCE) for stage in (1, 2, 3)},
+    "fp32 stage 1 without reduce_scatter": case(1, zero=ALL_REDUCE),
     "bf16 stage 3 without reduce_scatter": case(3, "bf16", zero=ALL_REDUCE),
-    **{f"fp32 stage {stage} overlapping": case(stage, zero={"overlap_comm": True}) for stage in (1, 2, 3)},
+    **{f"fp32 stage {stage} overlapping": case(stage, zero={"overlap_comm": True}) for stage in (2, 3)},
     "fp32 stage 2 overlapping without reduce_scatter": case(2, zero={**ALL_REDUCE, "overlap_comm": True}),
-    "fp32 stage 2 in small buckets": case(2, zero={"reduce_bucket_size": 10_000}),
-    "fp32 stage 3 in small buckets": case(3, zero={"reduce_bucket_size": 10_000}),
     "fp32 stage 0 prescaled": case(0, prescale_gradients=True),
     "fp32 stage 1 sent as bf16": case(1, communication_data_type="bf16"),
-    "fp32 stage 3 sent as bf16": case(3, communication_data_type="bf16"),
     "fp32 stage 2 at a fixed rate": case(2, zero={"overlap_comm": True}, communication_compression=EIGHT_BITS),
     "bf16 stage 3 at a fixed rate": case(3, "bf16", communication_compression=EIGHT_BITS),
     "bf16 stage 1 accumulating in fp32": case(1, "bf16", data_types={"grad_accum_dtype": "fp32"}),
