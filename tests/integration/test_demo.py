@@ -19,6 +19,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 SECONDS = 120  # they take seconds on an idle machine
 STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+# For a Python that stands in another place, from which it does not find them.
+WITH_PACKAGES = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 @contextmanager
@@ -50,11 +52,28 @@ def with_words(words: str) -> list[str]:
     return [each.name for each in Path("/proc").glob("[0-9]*") if words in command_line(each)]
 
 
+def python_in(folder: Path) -> Path:
+    """This Python under another name, beside which the demonstration looks for DeepSpeed's launcher."""
+    (bare := folder / "bin" / "python").parent.mkdir()
+    bare.symlink_to(shutil.which(sys.executable))
+    return bare
+
+
+def with_launcher(python: Path) -> Path:
+    """`python`, beside which a launcher now starts two ranks, which wait."""
+    # With a second command the shell stays, and with it the words of its command line.
+    rank = "sh -c 'sleep 600; :' rank \"$@\" &\n"
+    (launcher := python.with_name("deepspeed")).write_text(f"#!/bin/sh\n{rank}{rank}wait\n")
+    launcher.chmod(0o755)
+    return python
+
+
 @pytest.mark.parametrize(("number", "trains"), [*zip(STOPPING, (True, False, False))])
 def test_a_stopped_demonstration_leaves_no_process(number, trains, tmp_path):
-    """While ranks train, and while they start."""
+    """While ranks train, by DeepSpeed's own launcher; and while they start, as if by it."""
+    python, environment = (sys.executable, None) if trains else (with_launcher(python_in(tmp_path)), WITH_PACKAGES)
     records = tmp_path / "plain.jsonl"  # in the command line of the launcher and of each rank
-    with demo("--steps", 40, "--output", tmp_path) as process:
+    with demo("--steps", 40, "--output", tmp_path, python=python, env=environment) as process:
         deadline = time.monotonic() + SECONDS
         while len(with_words(str(records))) < 3 or trains and not (records.exists() and records.stat().st_size):
             assert time.monotonic() < deadline and process.poll() is None, "it did not come so far"
@@ -90,11 +109,8 @@ def test_a_folder_that_is_none_is_named(tmp_path):
 
 
 def test_a_missing_launcher_is_named_with_the_remedy(tmp_path):
-    bare = tmp_path / "bin" / "python"
-    bare.parent.mkdir()
-    bare.symlink_to(shutil.which(sys.executable))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with demo("--output", tmp_path / "results", python=bare, env=environment) as process:
+    bare = python_in(tmp_path)
+    with demo("--output", tmp_path / "results", python=bare, env=WITH_PACKAGES) as process:
         output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert f"DeepSpeed's launcher is not here: {bare.with_name('deepspeed')}. `make demo` installs it" in output
