@@ -1,6 +1,7 @@
 """Weights of trainers and receivers that are sharded: each rank makes the patch of its own shards, and each receiver
 writes what it needs into the shards that it has, in any other layout."""
 
+import traceback
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from ncz_plugins import (
 )
 
 TRAINERS, VERSIONS = 4, 3
+LAYOUTS = ["rows", "columns", "whole"]  # of receivers
 
 
 class Model(nn.Module):
@@ -90,9 +92,22 @@ def train(layout: str) -> list[int]:
     return sizes
 
 
+def follow_all(layouts: list[str]) -> dict[str, str]:
+    """For each layout nothing, or how it failed."""
+    start()
+    found = {}
+    for layout in layouts:
+        try:
+            follow(layout)
+            found[layout] = ""
+        except Exception:
+            found[layout] = traceback.format_exc()
+        dist.barrier()
+    return found
+
+
 def follow(layout: str) -> None:
     """Receive all versions into shards of another layout."""
-    start()
     made, home = model(seed=1), folder().parent
     made.steps.fill_(-1)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -134,16 +149,23 @@ def published(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("receivers", [1, 2, 3])
-@pytest.mark.parametrize("layout", ["rows", "columns", "whole"])
-def test_four_ranks_of_fsdp_to_any_receivers(published, receivers, layout):
-    on_ranks(receivers, follow, published("fsdp"), layout)
+@pytest.fixture(scope="module")
+def received(published, request):
+    """How so many receivers have fared with each layout, by rank."""
+    return on_ranks(request.param, follow_all, published("fsdp"), LAYOUTS)
+
+
+@pytest.mark.parametrize("received", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_ranks_of_fsdp_to_any_receivers(received, layout):
+    assert not any(each[layout] for each in received), [each[layout] for each in received]
 
 
 @pytest.mark.parametrize("trainers", ["hsdp", "fsdp and tensor parallel"])
 def test_other_layouts_of_trainers(published, trainers):
-    on_ranks(3, follow, published(trainers), "rows")
-    on_ranks(2, follow, published(trainers), "columns")
+    for receivers, layout in ((3, "rows"), (2, "columns")):
+        for each in on_ranks(receivers, follow_all, published(trainers), [layout]):
+            assert not each[layout], each[layout]
 
 
 def test_a_rank_publishes_its_own_shards_alone(published):
