@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,6 +197,10 @@ def _corpus() -> Corpus:
 @lru_cache
 def _digits() -> list[Tensor]:
     """Images of training, held out, [images, 1, 8, 8], 0 to 1; labels of both."""
+    # Not at the top: these imports take seconds, and other tasks do not need them.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     return train_test_split(images, torch.tensor(labels), test_size=0.2, random_state=0, stratify=labels)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from small_llama import train_a_step
 
 from ncz_plugins import MismatchError, WeightPublisher, stage_patch
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Looked for and not imported, which takes seconds: only other processes need it.
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
 sys.path.insert(0, str(ROOT / "examples"))  # for ranks
 HOW = {"imports": "scenarios,transformers.models.llama.modeling_llama,transformers.generation.utils"}
 RATE = 1e-2  # so large that what is generated becomes another
@@ -129,9 +133,9 @@ def test_weights_change_between_two_calls_of_generate_and_stay_tied(tmp_path):
 # ------------------------------------------------------------------ TRL
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 def test_grpo_by_trl_with_a_separate_generator(tmp_path):
     """The generator has the weights of each step, in fewer bytes, and TRL takes what it generates."""
-    pytest.importorskip("trl")
     steps = 3
     environment = os.environ | {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "train_grpo.py", "--steps", str(steps), "--rate", "1e-4"]

@@ -4,24 +4,27 @@ tests/docs runs both under DistributedDataParallel.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from on_rank import folder, same_on_all_ranks
 from scenarios import DEEPSPEED, on_ranks
 from small_engine import BATCH, INPUTS, KEY, OUTPUTS, parameters_sha256
 
 import ncz_plugins.deepspeed  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Looked for and not imported, which takes seconds: only ranks need them.
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
+]
 STEPS, STOP = 4, 2
 HOW = {
     "launcher": "torch",
@@ -51,7 +54,7 @@ def config_of(stage: int) -> dict:
 
 
 def trainer_of(stage: int, folder: Path, steps: int):
-    # Not at the top: these imports take seconds, and pytest's process does not need them.
+    # Not at the top: these imports take seconds, and pytest's process does not need them. So it is with accelerate's.
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -126,6 +129,8 @@ def test_a_run_that_the_trainer_resumes_has_the_bits_of_one_that_was_not_stopped
 
 
 def train_in_a_loop() -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+
     PartialState(cpu=True)  # as the Trainer does: without it, Accelerate runs DeepSpeed on GPUs only
     config = {
         "train_micro_batch_size_per_gpu": "auto",
