@@ -53,11 +53,11 @@ def steps_of(x: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor]:
     return inverse.to(dtype), (1 / inverse).to(dtype)
 
 
-def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Equal to the last bit, but for which NaN a NaN is; -0.0 is not 0.0."""
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+def assert_same(a: torch.Tensor, b: torch.Tensor, case: str = "") -> None:
+    """Equal to the last bit, but for which NaN a NaN is; -0.0 is not 0.0. `case` is for the message."""
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda said: f"{case} {said}")
     if a.is_floating_point():
-        assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
+        assert torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan()), case
 
 
 def with_flipped_bits(frame: torch.Tensor, data: st.DataObject) -> torch.Tensor:

@@ -29,16 +29,16 @@ def with_bursts(symbols: torch.Tensor, largest: int, length: int) -> torch.Tenso
     return symbols
 
 
-def check(backend, symbols: torch.Tensor) -> None:
+def check(backend, symbols: torch.Tensor, what: str = "") -> None:
     codes = ((symbols >> 1) ^ -(symbols & 1)).to(torch.int32)
     frame, expected = torch.empty(2, max_frame_bytes(COUNT), dtype=torch.uint8)
     written = backend.encode_codes(codes, HUFFMAN, frame)
-    assert written == REFERENCE.encode_codes(codes, HUFFMAN, expected)
-    assert torch.equal(frame[:written], expected[:written])
-    assert frame[CODER] == Coder.HUFFMAN
+    assert written == REFERENCE.encode_codes(codes, HUFFMAN, expected), what
+    assert torch.equal(frame[:written], expected[:written]), what
+    assert frame[CODER] == Coder.HUFFMAN, what
     decoded = torch.empty_like(codes)
     backend.decode_codes(frame[:written].clone(), decoded)  # a buffer that ends with the frame
-    assert torch.equal(decoded, codes)
+    assert torch.equal(decoded, codes), what
 
 
 @pytest.mark.parametrize("largest", [1, 2, 31, 32, 63, 64, 127, 128, 4095, 4096, 65535, 65536, (1 << 32) - 1])
@@ -49,11 +49,11 @@ def test_largest_symbol(backend, largest):
     check(backend, symbols)
 
 
-@pytest.mark.parametrize("deviation", [0.1, 0.4, 3, 300, 3000, 10000])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("largest", [4000, 60000, (1 << 32) - 1])
-def test_bursts(backend, largest, length, deviation):
-    check(backend, with_bursts(gaussian(deviation), largest, length))
+def test_bursts(backend, largest, length):
+    for deviation in (0.1, 0.4, 3, 300, 3000, 10000):
+        check(backend, with_bursts(gaussian(deviation), largest, length), f"a deviation of {deviation}")
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5, 17, 127])

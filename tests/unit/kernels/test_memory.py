@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+
 import pytest
 import torch
 
@@ -71,15 +74,22 @@ CODES = {  # each with the width of its symbols in RAW
 coders = pytest.mark.parametrize("coder", [Coder.HUFFMAN, Coder.RANS], ids=lambda c: c.name)
 
 
-@pytest.mark.parametrize("noise", [None, Noise(3, 1, 4)], ids=["nearest", "noise"])
-@pytest.mark.parametrize("sent", [Coder.FIXED, Coder.HUFFMAN, Coder.RANS], ids=lambda c: f"from-{c.name}")
-@pytest.mark.parametrize("codes,width", CODES.values(), ids=CODES)
+@cache
+def reduced_to_raw(name: str, noise: Noise | None) -> torch.Tensor:
+    """The reference's frame of some of CODES, which takes a while."""
+    return reduced(REFERENCE, CODES[name][0], Coder.FIXED, Coding(Coder.RAW, Predictor.NONE), noise)
+
+
+@pytest.mark.parametrize("name", CODES)
 @coders
-def test_reduce_gives_up_in_favour_of_raw(backend, coder, codes, width, sent, noise):
+def test_reduce_gives_up_in_favour_of_raw(backend, coder, name):
     """The symbols lie where the codes did, and RAW must find them there."""
-    frame = reduced(backend, codes, sent, Coding(coder, Predictor.NONE), noise)
-    assert (frame[CODER], frame[WIDTH]) == (Coder.RAW, width)
-    assert torch.equal(frame, reduced(REFERENCE, codes, Coder.FIXED, Coding(Coder.RAW, Predictor.NONE), noise))
+    codes, width = CODES[name]
+    for sent, noise in product((Coder.FIXED, Coder.HUFFMAN, Coder.RANS), (None, Noise(3, 1, 4))):
+        case = sent, noise
+        frame = reduced(backend, codes, sent, Coding(coder, Predictor.NONE), noise)
+        assert (frame[CODER], frame[WIDTH]) == (Coder.RAW, width), case
+        assert torch.equal(frame, reduced_to_raw(name, noise)), case
 
 
 @coders

@@ -1,5 +1,8 @@
 """Changes of elements, and frames of them: every bit comes back, and close floats make small codes."""
 
+from functools import cache
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -87,16 +90,15 @@ def test_a_difference_counts_the_floats_in_between(any_backend, dtype):
     assert codes.tolist() == [0, 1, -1, 1, -1, normal, 1, -1]
 
 
-@pytest.mark.parametrize("coder", [Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO])
 @pytest.mark.parametrize("dtype", SHORT + OTHERS, ids=str)
-@pytest.mark.parametrize("count", SIZES)
-def test_every_bit_comes_back(backend, dtype, count, coder):
-    base = any_floats(dtype, count, 1)
-    for x in (any_floats(dtype, count, 0), base, moved(base, 3)):
-        frame = encoded(backend, x, base, Coding(coder, Predictor.AUTO))
-        out = base.clone()
-        decode_update(backend, frame, out, out)
-        assert torch.equal(bits(out), bits(x))
+def test_every_bit_comes_back(backend, dtype):
+    for count, coder in product(SIZES, [Coder.RAW, Coder.FIXED, Coder.HUFFMAN, Coder.RANS, Coder.AUTO]):
+        base = any_floats(dtype, count, 1)
+        for number, x in enumerate((any_floats(dtype, count, 0), base, moved(base, 3))):
+            frame = encoded(backend, x, base, Coding(coder, Predictor.AUTO))
+            out = base.clone()
+            decode_update(backend, frame, out, out)
+            assert torch.equal(bits(out), bits(x)), (count, coder, number)
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
@@ -118,18 +120,27 @@ def test_a_result_may_be_larger_than_a_cache_and_lie_anywhere(backend, dtype, ev
     assert digests.tolist() == [backend.digest(base), backend.digest(x)]
 
 
-@pytest.mark.parametrize("dtype", SHORT + OTHERS, ids=str)
-@pytest.mark.parametrize("count", [1, 5, 4096, 9001])
-@pytest.mark.parametrize("every", [1, 300])
-def test_checksums_come_with_changes(any_backend, dtype, count, every):
-    """Of the base and of what is made of it, in place too: by SPARSE, another coder, or SPLIT."""
-    base, digests = any_floats(dtype, count, 1), np.zeros(2, np.uint32)
+@cache
+def with_moves(dtype: torch.dtype, count: int, every: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A version, a newer one that differs in each `every`-th element, and the reference's frame of it."""
+    base = any_floats(dtype, count, 1)
     x = torch.where(torch.arange(count) % every == 0, moved(base, 3), base)
-    frame, expected = encoded(REFERENCE, x, base), [REFERENCE.digest(base), REFERENCE.digest(x)]
-    decode_update(any_backend, frame, base, torch.empty_like(base), digests)
-    assert digests.tolist() == expected
-    decode_update(any_backend, frame, base, base, digests)
-    assert digests.tolist() == expected and torch.equal(bits(base), bits(x))
+    return base, x, encoded(REFERENCE, x, base)
+
+
+@pytest.mark.parametrize("dtype", SHORT + OTHERS, ids=str)
+def test_checksums_come_with_changes(any_backend, dtype):
+    """Of the base and of what is made of it, in place too: by SPARSE, another coder, or SPLIT."""
+    digests = np.zeros(2, np.uint32)
+    for case in product([1, 5, 4096, 9001], [1, 300]):
+        base, x, frame = with_moves(dtype, *case)
+        expected = [REFERENCE.digest(base), REFERENCE.digest(x)]
+        decode_update(any_backend, frame, base, torch.empty_like(base), digests)
+        assert digests.tolist() == expected, case
+        out = base.clone()
+        digests[:] = 0
+        decode_update(any_backend, frame, out, out, digests)
+        assert digests.tolist() == expected and torch.equal(bits(out), bits(x)), case
 
 
 @settings(max_examples=100, deadline=None)
