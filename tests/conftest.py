@@ -42,6 +42,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # They start processes of their own, as many as there are cores or more, and some of them measure how long something
 # takes. So they run one after the other, until all else is done.
 ONE_AFTER_THE_OTHER = {"convergence", "distributed", "fuzz", "soak"}
+FIRST = "test_make.py"  # of the rest: two minutes in one piece, with which nobody could help at the end
 
 
 # What pytest.importorskip and the tests' own marks say where a package is missing.
@@ -102,9 +103,9 @@ def pytest_unconfigure():
 def pytest_xdist_make_scheduler(config, log):
     """Hand out files so that tests that compute fill the gaps of others, which wait: for ranks, launchers, time-outs.
 
-    The first process begins with `ONE_AFTER_THE_OTHER`, the second with the rest. A third one begins at the end, with
-    tests/unit, which start few processes. Whoever has none left helps the others. So it is with `--dist loadscope`,
-    which `make test` asks for. Other ways of sharing out are those of pytest-xdist.
+    The first process begins with `ONE_AFTER_THE_OTHER`, the second with the rest, and there with `FIRST`. A third one
+    begins at the end, with tests/unit, which start few processes. Whoever has none left helps the others. So it is with
+    `--dist loadscope`, which `make test` asks for. Other ways of sharing out are those of pytest-xdist.
     """
     if config.getoption("dist") != "loadscope":
         return None
@@ -127,4 +128,4 @@ def next_file(process: str, files: Mapping[str, object]) -> str:
     if process == "gw2":
         return next(reversed(files))
     own = [file for file in files if (PurePath(file).parts[1] in ONE_AFTER_THE_OTHER) == (process == "gw0")]
-    return next(iter(own or files))
+    return next((file for file in own if PurePath(file).name == FIRST), next(iter(own or files)))
