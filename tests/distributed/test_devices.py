@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from on_rank import device, digest, rank, same_on_all_ranks, values, world_size
+from on_rank import device, digest, places, rank, same_on_all_ranks, values, world_size
 from scenarios import ranks
 
 from ncz_plugins import Communicator
@@ -36,7 +36,7 @@ def near(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 def test_the_bits_are_those_of_the_cpu(group, case):
     """With all that decides about them."""
     digests = []
-    for where in (device, torch.device("cpu")):
+    for where in places(repeat=case == "at random"):
         with Communicator(SIZES | CASES[case], group) as communicator:
             for _ in range(2):
                 tensor = mine(where)
@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_the_cpu(group, case):
             residuals = communicator.training.residuals.by_name.values()
             digests.append([digest(each.cpu()) for each in (tensor, *residuals)])
             assert communicator.stats.total.compressed_calls == 2, communicator.stats.total
-    assert digests[0] == digests[1]
+    assert all(each == digests[0] for each in digests)
     same_on_all_ranks(digests[0][0], group)
 
 
@@ -55,23 +55,23 @@ def test_pieces_have_the_bits_of_the_cpu(group, quantizer):
     sent = [50_000 * (rank + to) for to in range(world_size)]
     received = [50_000 * (source + rank) for source in range(world_size)]
     results = []
-    for where in (device, torch.device("cpu")):
+    for where in places():
+        came = [torch.empty(sum(received), device=where) for _ in range(2)]
         with Communicator(SIZES | {"quantizer": quantizer}, group) as communicator:
-            for poison in (1.0, float("nan")):
+            for output, poison in zip(came, (1.0, float("nan"))):
                 tensor = values(rank, sum(sent)).to(where)
                 tensor[-1] = poison
-                results.append(torch.empty(sum(received), device=where))
-                communicator.all_to_all_single(results[-1], tensor, received, sent)
+                communicator.all_to_all_single(output, tensor, received, sent)
             assert communicator.stats.total.compressed_calls == 2, communicator.stats.total
-    ours, expected = (list(map(digest, map(torch.Tensor.cpu, each))) for each in (results[:2], results[2:]))
-    assert ours == expected
+        results.append([digest(each.cpu()) for each in came])
+    assert all(each == results[0] for each in results)
 
 
 @ranks(3, gpu=True)
 @pytest.mark.parametrize("quantizer", [{}, {"kind": "lossless"}, {"mode": "bits", "value": 4}], ids=str)
 def test_lists_have_the_bits_of_the_cpu(group, quantizer):
     sizes, last, results = [100_000 + 777 * each for each in range(world_size)], world_size - 1, []
-    for where in (device, torch.device("cpu")):
+    for where in places():
         with Communicator(SIZES | {"quantizer": quantizer}, group) as communicator:
             pieces = [values(rank, size, seed=to).to(where) for to, size in enumerate(sizes)]
             mine = pieces[0][: sizes[0]]
@@ -86,7 +86,7 @@ def test_lists_have_the_bits_of_the_cpu(group, quantizer):
             came = [*swapped, lists[1][rank], mine, *(lists[0] if rank == last else [])]
             results.append([digest(each.cpu()) for each in came])
             assert communicator.stats.total.compressed_calls == 4, communicator.stats.total
-    assert results[0] == results[1]
+    assert all(each == results[0] for each in results)
 
 
 @ranks(3, gpu=True)

@@ -25,6 +25,15 @@ rank = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or 0)
 world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
 device = torch.device(os.environ.get("NCZ_TEST_DEVICE", "cpu"))
 
+
+def places(repeat: bool = False) -> list[torch.device]:
+    """Where something is computed that has the bits of the CPU: `device` and the CPU, or once if they are the same.
+
+    With `repeat` it is twice on the CPU too, which must have the same bits then.
+    """
+    return [device, torch.device("cpu")] if repeat or device.type == "cuda" else [device]
+
+
 # A rank of Horovod alone communicates over Horovod. It has no process group of torch.distributed.
 UNDER_HOROVOD = "HOROVOD_RANK" in os.environ and "RANK" not in os.environ
 if UNDER_HOROVOD:
