@@ -1,8 +1,10 @@
 """Plain inside nodes, compressed between them, over real gloo with all ranks in one process."""
 
 import gc
+import itertools
 import os
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -51,6 +53,16 @@ SUM = dist.ReduceOp.SUM
 
 
 ANY_SHAPES = SHAPES | UNEVEN
+
+
+def cells(shapes: Iterable[str], names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Schedules, shapes and names in CONFIGS: all with "nearest" on 2x3, else each two together."""
+    every = itertools.product(*map(enumerate, (SCHEDULES, shapes, names)))
+    return [
+        (schedule, shape, name)
+        for (i, schedule), (j, shape), (k, name) in every
+        if (shape, name) == ("2x3", "nearest") or (i + j + k) % 2 == 0
+    ]
 
 
 def nodes_of(shape: str, rank: int) -> Nodes:
@@ -118,9 +130,7 @@ def bound_of(name: str, world_size: int) -> float:
     return 1e-5 if name == "lossless" else world_size * BOUND
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", ANY_SHAPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("schedule", "shape", "name"), cells(ANY_SHAPES, CONFIGS))
 def test_all_reduce(schedule, shape, name):
     world_size, config = world_size_of(shape), CONFIGS[name]
 
@@ -139,9 +149,7 @@ def test_all_reduce(schedule, shape, name):
         assert same_bits(outcomes)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["nearest", "lossless"])
+@pytest.mark.parametrize(("schedule", "shape", "name"), cells(SHAPES, ["nearest", "lossless"]))
 def test_reduce_scatter(schedule, shape, name):
     world_size, config = world_size_of(shape), CONFIGS[name]
 
@@ -175,9 +183,7 @@ def test_reduce_scatter(schedule, shape, name):
         assert error <= bound_of(name, world_size)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["nearest", "lossless"])
+@pytest.mark.parametrize(("schedule", "shape", "name"), cells(SHAPES, ["nearest", "lossless"]))
 def test_all_gather(schedule, shape, name):
     world_size, config = world_size_of(shape), CONFIGS[name]
 
@@ -210,9 +216,7 @@ def test_all_gather(schedule, shape, name):
         assert same_bits(outcomes)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", ANY_SHAPES)
-@pytest.mark.parametrize("name", ["nearest", "lossless"])
+@pytest.mark.parametrize(("schedule", "shape", "name"), cells(ANY_SHAPES, ["nearest", "lossless"]))
 def test_broadcast(schedule, shape, name):
     world_size, config = world_size_of(shape), CONFIGS[name]
     cases = [(numel, root) for numel in (1, 100_003) for root in (0, 1, world_size - 1)]
