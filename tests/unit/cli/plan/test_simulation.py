@@ -24,6 +24,7 @@ from ncz_plugins.core.group import Group as RealGroup
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.schedules import halving
+from ncz_plugins.core.schedules.choice import schedule_for
 from ncz_plugins.core.training.policy import ParameterSlice
 from ncz_plugins.core.training.state import Training
 from ncz_plugins.kernels.format import CHUNK
@@ -189,21 +190,46 @@ def test_messages_do_not_grow_with_the_ranks_where_they_halve():
     assert all_reduce(many, MiB, "halving").seconds < all_reduce(many, MiB, "direct").seconds / 4
 
 
-@pytest.mark.parametrize("gbps", [0.1, 1.0, 10.0])
+FAR = 0.025  # seconds
+
+
 @pytest.mark.parametrize(
-    ("ranks", "trip"),
-    [*((ranks, 5e-5) for ranks in (2, 4, 7, 8, 12, 16, 24, 64, 200)), (7, 0.025), (12, 0.025), (16, 0.025), (16, 0.1)],
+    ("gbps", "ranks", "trip"),
+    [
+        *((0.1, ranks, 5e-5) for ranks in (2, 4, 7, 8, 12, 16, 24, 64, 200)),
+        *((gbps, ranks, FAR) for gbps in (0.1, 10.0) for ranks in (7, 12, 16)),
+        *((gbps, ranks, trip) for gbps in (1.0, 10.0) for ranks, trip in ((24, 5e-5), (200, 5e-5), (16, 0.1))),
+        (0.1, 16, 0.1),
+    ],
 )
 def test_auto_takes_about_the_fastest(ranks, trip, gbps):
-    """Of the sizes that are compressed by default. What queues of switches do on slow links is not simulated."""
+    """Of the sizes that are compressed by default. What queues of switches do on slow links is not simulated.
+
+    Other links, with fewer ranks, are in tests/unit/core/schedules/test_choice.py.
+    """
     group, by_default = Group(ranks, 1, Link(gbps, trip), COSTS), Config(transport={"link_gbps": gbps})
     for nbytes in (256 << 10, MiB, 4 * MiB, 16 * MiB, 128 * MiB):
         if nbytes >= by_default.min_bytes_in_effect(ranks=ranks):
-            auto, *others = (
-                calls.compressed(group, "all_reduce", nbytes, config(schedule, link_gbps=gbps)).seconds
-                for schedule in ("auto", "direct", "halving", "ring")
-            )
-            assert auto <= 1.3 * min(others)
+            seconds = {
+                schedule: calls.compressed(group, "all_reduce", nbytes, config(schedule, link_gbps=gbps)).seconds
+                for schedule in ("direct", "halving", "ring")
+            }
+            chosen = schedule_for(ranks, nbytes, gbps, trip_seconds=trip)
+            assert seconds[chosen] <= 1.3 * min(seconds.values()), (nbytes, chosen, seconds)
+
+
+def test_auto_is_what_the_ranks_would_choose():
+    """A ring, an exchange and halving, each with all that is known of the link."""
+    found = set()
+    for ranks, gbps, trip in ((16, 0.1, 0.0), (16, 0.1, FAR), (12, 1.0, 0.0), (24, 1.0, 5e-5)):
+        group, chosen = Group(ranks, 1, Link(gbps, trip), COSTS), schedule_for(ranks, 4 * MiB, gbps, trip_seconds=trip)
+        auto, named = (
+            calls.compressed(group, "all_reduce", 4 * MiB, config(schedule, link_gbps=gbps)).seconds
+            for schedule in ("auto", chosen)
+        )
+        assert auto == named, (ranks, gbps, trip, chosen)
+        found.add(chosen)
+    assert found == {"direct", "halving", "ring"}
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
