@@ -592,7 +592,7 @@ def lose_a_peer(case: str) -> None:
     if case.endswith("later"):
         around(communicator, values(rank, 10))
     if rank == 1:
-        time.sleep(1)
+        time.sleep(0.3)
         if case.startswith("silent"):
             be_silent(others_have_ended, SOON)
         os.kill(os.getpid(), signal.SIGKILL)
