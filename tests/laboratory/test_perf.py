@@ -1,6 +1,6 @@
 """benchmarks.laboratory.perf, run as a researcher runs it: links are crossed, and what starts on them ends with it.
 
-Without links: tests/integration/test_horovod_perf.py. Ranks that share a node: tests/unit/benchmarks.
+Without links: tests/integration/test_horovod_perf.py.
 """
 
 import json
@@ -44,6 +44,15 @@ def test_the_link_that_ranks_measure_decides_what_is_compressed(on_two_links):
     slow, fast = (r for r in on_two_links["records"] if r["peer"] == "ncz")
     assert not slow["bypasses"] and slow["ratio"] > 4
     assert list(fast["bypasses"]) == ["too small"] and fast["ratio"] == 1
+
+
+@needs_links
+def test_ranks_of_one_node_share_its_link():
+    options = ["--sizes", "1M", "--data", "noise", "--repeat", 1, "--link", "1gbit"]
+    done = perf("all_reduce", "--ranks", 4, "--ranks-per-node", 2, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all_reduce, 4 ranks, data noise, 2 to a node:")
+    assert "link 1gbit" in done.stdout and "All ranks are on this machine" not in done.stdout
 
 
 @needs_links

@@ -4,14 +4,11 @@ import json
 import struct
 import subprocess
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 from benchmarks.laboratory import perf, plot
-from benchmarks.laboratory.measure import LinkMeasurement, Measurement, require_crossing
+from benchmarks.laboratory.measure import require_crossing
 from benchmarks.laboratory.peers import CONTENDERS
 from ncz_plugins import Config, UnsupportedError
 from ncz_plugins.cli.perf import COLLECTIVES, request
@@ -136,44 +133,6 @@ def test_bytes_that_did_not_cross_the_link_are_an_error():
     ):
         with pytest.raises(NczError, match=says):
             require_crossing("ncz", "1gbit", 1000, seen)
-
-
-@pytest.mark.parametrize("namespaces, checked", [("abcd", True), ("aabb", False)])
-def test_only_ranks_with_links_of_their_own_must_send_all_over_them(monkeypatch, namespaces, checked):
-    """Of those that share a node, some bytes stay in it."""
-    monkeypatch.setattr(Measurement, "record", lambda *_: {"wire_bytes": 1000, "network_bytes": 900.0})
-    measurement = object.__new__(LinkMeasurement)  # its making would ask the other ranks
-    measurement.job = SimpleNamespace(link="1gbit", collective="all_reduce")
-    measurement.ranks, measurement.namespaces = len(namespaces), list(namespaces)
-    with pytest.raises(NczError, match="only 900 did") if checked else nullcontext():
-        measurement.record(None, 8000, 2000, "ncz", "sum")
-
-
-def tell(command, ranks: int, records, *, on_record, **_) -> None:
-    """What rank 0 would have told."""
-    measured = {"size": 1 << 20, "count": 1 << 18, "type": "float32", "op": "sum", "time_us": 1.0, "speedup": 1.0}
-    measured |= {"algbw": 1.0, "busbw": 1.0, "error": 0.1, "ratio": 8.0, "network_bytes": 1.0}
-    for peer in ("plain", "ncz"):
-        on_record({"result": measured | {"ranks": ranks, "peer": peer, "coders": {"rans": 1}, "bypasses": {}}})
-
-
-def test_ranks_of_one_node_share_its_link(monkeypatch, capsys):
-    """Where ranks are started, and what is told of it. That they meet there: tests/laboratory/test_launch.py."""
-    for variable in ("RANK", "HOROVOD_RANK"):
-        monkeypatch.delenv(variable, raising=False)
-    network, run = ["two", "nodes"], Mock(side_effect=tell)
-    link = Mock(return_value=nullcontext(network))
-    monkeypatch.setattr(perf, "run", run)
-    monkeypatch.setattr(perf, "link", link)
-    options = ["--data", "noise", "--sizes", "1M", "--repeat", "1", "--link", "1gbit"]
-    assert perf.main(["all_reduce", "--ranks", "4", "--ranks-per-node", "2", *options]) == 0
-    link.assert_called_once_with(2, "1gbit")
-    [started] = run.call_args_list
-    assert started.args[:2] == ([sys.executable, "-m", "benchmarks.laboratory.rank"], 4)
-    assert started.kwargs["nodes"] is network and started.kwargs["ranks_per_node"] == 2
-    output = capsys.readouterr().out
-    assert output.startswith("all_reduce, 4 ranks, data noise, 2 to a node:")
-    assert "link 1gbit" in output and "All ranks are on this machine" not in output
 
 
 @pytest.mark.parametrize("links", [[None], ["1gbit"], ["unlimited", "1gbit", "100mbit"]])
