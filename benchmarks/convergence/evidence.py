@@ -153,8 +153,10 @@ def missing(done: dict[Job, dict[str, Any]], seeds: int) -> Iterator[tuple[float
 
 def draw(found: Results) -> None:
     """What is added to the loss, by batch, by ranks and by size."""
-    figure, panels = new_figure(len(AXES))
-    for panel, (axis, places) in zip(panels, AXES.items()):
+    trained = {(cell.task, cell.ranks) for cell, _ in found}
+    axes = {axis: places for axis, places in AXES.items() if len(trained.intersection(places)) > 1}
+    figure, panels = new_figure(len(axes))
+    for panel, (axis, places) in zip(panels, axes.items()):
         for optimizer, color in COLORS.items():
             cells = [Cell(optimizer, *place) for place in places]
             for name, candidate in cells[0].candidates.items():
