@@ -49,8 +49,8 @@ def advice(
         if found.bypass is None and _is_visible(found.quantizer):
             return (
                 f"{optimizer} trains {part.name or 'matrices'}, and gradients are compressed by "
-                f"{found.quantizer.describe()}. Muon suffers most from rounding: the default adds 0.9 to 3.2 % "
-                "to the training loss of small GPTs, more to larger ones (docs/results/convergence.md). Configure "
+                f"{found.quantizer.describe()}. Muon suffers most from rounding: the default adds 0.9 % to the "
+                "training loss of a small GPT, 3.2 % to one of 11 M (docs/results/convergence.md). Configure "
                 f'"{PRESET if config.rotates else preset}", or give {part.name or "matrices"} its quantizer for '
                 "matrices by a policy"
             )

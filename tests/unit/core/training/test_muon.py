@@ -41,7 +41,7 @@ def test_it_warns_of_what_was_measured_to_be_visible(measured):
 def test_the_warning_names_optimizer_setting_cost_and_remedy(name):
     config = Config.load(name)
     said = advice(config, "MuonWithAuxAdam")
-    for words in ("MuonWithAuxAdam", config.quantizer.describe(), "0.9 %", "1.7 %", loss.SOURCE, f'"{PRESET}"'):
+    for words in ("MuonWithAuxAdam", config.quantizer.describe(), "0.9 %", "3.2 %", loss.SOURCE, f'"{PRESET}"'):
         assert words in said
     [default] = [each for each in MEASURED if (each.kind, each.block, each.value) == ("stochastic", 128, 0.375)]
     assert f"{default.added:.1%}".replace("%", " %") in said
