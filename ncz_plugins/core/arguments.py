@@ -30,22 +30,20 @@ def require_one_device(collective: str, one: Tensor, other: Tensor) -> None:
 
 
 def require_sizes(collective: str, ranks: int, whole: Tensor, part: Tensor) -> None:
-    """Raise ValueError unless `whole` holds a part like `part` for each rank, UnsupportedError as above."""
+    """Raise ValueError unless `whole` holds a part like `part` for each rank, UnsupportedError as above.
+
+    `part` may be one of them, but not overlap them otherwise: what is read there would be written before.
+    """
     require_one_device(collective, whole, part)
+    larger, smaller = ("input", "output") if collective == "reduce_scatter_single" else ("output", "input")
     if whole.numel() != part.numel() * ranks:
-        larger, smaller = ("input", "output") if collective == "reduce_scatter_single" else ("output", "input")
         wanted = f"{larger} must have {ranks} (ranks) times the elements of {smaller}"
         raise ValueError(f"{collective}: {wanted}, got {whole.numel()} and {part.numel()}")
-
-
-def require_apart(collective: str, whole: Tensor, part: Tensor) -> None:
-    """Raise ValueError if `part` overlaps `whole` otherwise than as one of its parts: it would be written too early."""
-    size = part.numel() * part.element_size()
     begin = part.data_ptr() - whole.data_ptr()
-    if -size < begin < whole.numel() * whole.element_size() and begin % size:
+    if -part.nbytes < begin < whole.nbytes and begin % part.nbytes:
         raise ValueError(
-            f"{collective}: output must have memory of its own, or be one of the parts of input, which begin every "
-            f"{size} bytes; it begins at byte {begin}"
+            f"{collective}: {smaller} must have memory of its own, or be one of the parts of {larger}, which begin "
+            f"every {part.nbytes} bytes; it begins at byte {begin}"
         )
 
 

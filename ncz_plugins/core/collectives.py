@@ -17,7 +17,6 @@ from .arguments import (
     parts_of_each,
     pieces_of,
     pieces_of_lists,
-    require_apart,
     require_kept,
     require_sizes,
     root_of,
@@ -141,13 +140,12 @@ class Collectives:
         Returns: a handle if `async_op`, else None.
 
         Raises what `all_reduce` does; ValueError for other sizes, and for an output that overlaps several parts of
-        `input` or begins in the middle of one; UnsupportedError for parts that are treated differently if ranks get
+        `input`; UnsupportedError for parts that are treated differently if ranks get
         other parts.
         """
         with Beginning(self, "reduce_scatter_single"):
             source, memory = tensor_of(input, op, is_written=False), tensor_of(output)
             require_sizes("reduce_scatter_single", self.world_size, whole=source, part=memory)
-            require_apart("reduce_scatter_single", source, memory)
             parts = parts_of("reduce_scatter_single", source, name, parts)
             require_kept("reduce_scatter_single", parts, kept_as)
             calls = self._scattered_sums(source, memory, op, parts, role, kept_as)
@@ -216,7 +214,8 @@ class Collectives:
 
         Returns: a handle if `async_op`, else None.
 
-        Raises what `all_reduce` does, and ValueError for other sizes.
+        Raises what `all_reduce` does, and ValueError for other sizes, and for an input that overlaps several parts of
+        `output`.
         """
         with Beginning(self, "all_gather_single"):
             source, memory = tensor_of(input, is_written=False), tensor_of(output)

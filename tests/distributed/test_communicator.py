@@ -206,8 +206,11 @@ def test_any_shape_is_taken_and_what_can_not_be_is_refused_with_the_remedy(group
         whole = torch.ones(3 * 50_000)
         for begin, size in ((1, 50_000), (25_000, 50_000), (99_999, 50_000)):
             own = whole[begin : begin + size]
-            refused = lambda: communicator.reduce_scatter_single(own, whole)  # noqa: B023, E731
-            raises(ValueError, refused, "memory of its own", f"begins at byte {4 * begin}")
+            for call in (
+                lambda: communicator.reduce_scatter_single(own, whole),  # noqa: B023
+                lambda: communicator.all_gather_single(whole, own),  # noqa: B023
+            ):
+                raises(ValueError, call, "memory of its own", f"begins at byte {4 * begin}")
         assert (whole == 1).all()
         communicator.all_reduce(nothing := torch.empty(0), parts=[])
         assert not nothing.numel()

@@ -220,7 +220,7 @@ ASKS_FOR_ADDRESSES = {
     # To compare addresses, which nobody follows.
     "kernels/cuda/frames.py": {"_where_words_are"},
     "core/codec/tensor_codec.py": {"decode"},
-    "core/arguments.py": {"pieces_of", "pieces_of_lists", "require_apart"},
+    "core/arguments.py": {"pieces_of", "pieces_of_lists", "require_sizes"},
     "core/call.py": {"_one_behind_the_other"},
     "core/run.py": {"_recorded"},
     "core/transport/small.py": {"_overlaps"},
