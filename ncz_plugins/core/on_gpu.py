@@ -24,7 +24,7 @@ from .runtime.handle import Handle
 from .runtime.stream import CallStream, StreamHandle, require_capturable
 from .transport.base import CollectiveTransport, PlainCollectives, Transport, peer_errors
 from .transport.gpu_speed import measured_on_gpus, use_fastest_groups
-from .transport.nccl_classes import is_nccl, nccl_class_of
+from .transport.nccl_classes import nccl_class_of
 from .transport.plain import GroupTransport, TorchCollectives, WorkHandle
 from .transport.striped import StripedCollectives
 
@@ -196,9 +196,9 @@ class GpuCalls:
         Args:
             captured: by a CUDA graph, which is to depend on no group that we may close: then the user's alone.
         """
-        backend = self._user_group._get_backend(self._device)
-        if not is_nccl(backend):
+        if not self._is_of_nccl:
             return self._calls.routes.of(self._device).transport
+        backend = self._user_group._get_backend(self._device)
         groups = [backend] if captured else [backend, *self._calls.routes.further_groups(self._device)]
         return GroupTransport(self._group.rank, self._group.world_size, StripedCollectives(lambda: groups))
 

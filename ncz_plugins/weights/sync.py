@@ -86,16 +86,16 @@ class WeightPublisher:
         """
         self._calls += 1
         require_number(number)
-        self._keep_newest(state, number, published=1)
+        self._keep_newest(state, number)
+        self.version += 1
         return self.version
 
-    def _keep_newest(self, state: Mapping[str, Tensor | TensorPart], number: int | None, published: int = 0) -> None:
+    def _keep_newest(self, state: Mapping[str, Tensor | TensorPart], number: int | None) -> None:
         new, place = Snapshot.of(_copy(state)), rank_among(state, self._group)
-        if number is None and published and place[1] > 1:
+        if number is None and place[1] > 1:
             number = self._calls
         with self._changing:
             self._place, self._number = place, number
-            self.version += published
             # A version that is published again becomes the newest.
             self._kept.pop(new.identity, None)
             self._kept[new.identity] = new
@@ -122,7 +122,7 @@ class WeightPublisher:
         if not self.version:
             raise UnsupportedError(_NOTHING_PUBLISHED)
         with self._changing:  # what belongs together; `publish` need not wait for the patch to be made
-            newest, older = self._kept[next(reversed(self._kept))], self._kept.get(base)
+            newest, older = next(reversed(self._kept.values())), self._kept.get(base)
             made, place, number = self._made, self._place, self._number
         base = None if older is None else base
         if base not in made:

@@ -957,7 +957,6 @@ def test_a_checkpoint_that_is_not_complete_is_not_published(published):
 
 MEMORY = """
 import sys, torch
-from contextlib import suppress
 from pathlib import Path
 from ncz_plugins import fetch_version, publish_version
 

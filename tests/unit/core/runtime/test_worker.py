@@ -66,10 +66,9 @@ def test_a_job_after_the_end_is_refused_and_not_left_behind_it():
 
 def test_what_was_submitted_while_another_thread_closes_is_over():
     for _ in range(20):
-        worker, go, handles = Worker("test"), threading.Barrier(2), []
-        closing = threading.Thread(target=lambda: (go.wait(), worker.close(5)))  # noqa: B023, joined below
+        worker, handles = Worker("test"), []
+        closing = threading.Thread(target=worker.close, args=(5,))
         closing.start()
-        go.wait()
         with suppress(NczError):
             while True:
                 handles.append(worker.submit(lambda: None))
