@@ -153,6 +153,7 @@ def missing(done: dict[Job, dict[str, Any]], seeds: int) -> Iterator[tuple[float
 
 def draw(found: Results) -> None:
     """What is added to the loss, by batch, by ranks and by size."""
+    # A curve begins with two places.
     trained = {(cell.task, cell.ranks) for cell, _ in found}
     axes = {axis: places for axis, places in AXES.items() if len(trained.intersection(places)) > 1}
     figure, panels = new_figure(len(axes))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 
 import frontier
 import pytest
 import torch
 from candidates import Candidate, Quantizer, entropy
 from frontier import PARTS, PLAIN, Job
-from optimizers import LION, optimizers
+from optimizers import LION, Float32Products, optimizers
 from ranks import values
 
 from ncz_plugins import kernels
@@ -111,6 +112,18 @@ def test_what_rotated_matrices_lose_is_fed_back(tilt, sides):
     exact = spectrum(seed=1)
     total = torch.stack([quantizer([exact, exact]) for _ in range(50)]).sum(0)
     assert (total - 50 * exact).norm() < exact.norm()
+
+
+@pytest.mark.parametrize("shape", [(64, 200), (200, 64)])
+def test_muon_moves_matrices_as_torch_does_where_it_multiplies_in_float32(shape):
+    moved = []
+    for multiplying in (nullcontext, Float32Products):
+        weight = torch.nn.Parameter(torch.zeros(shape))
+        weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        with multiplying():
+            torch.optim.Muon([weight], lr=1, weight_decay=0).step()
+        moved.append(weight.data)
+    assert (moved[0] - moved[1]).norm() < 2**-7 * moved[0].norm()  # one bfloat16 may differ from the next by that
 
 
 def test_lion_moves_every_weight_by_the_rate():
