@@ -50,7 +50,7 @@ def advice(
             return (
                 f"{optimizer} trains {part.name or 'matrices'}, and gradients are compressed by "
                 f"{found.quantizer.describe()}. Muon suffers most from rounding: the default adds 0.9 % to the "
-                "training loss of a small GPT, 3.2 % to one of 11 M (docs/results/convergence.md). Configure "
+                "training loss of a GPT of 0.64 M parameters, 3.2 % at 11 M (docs/results/convergence.md). Configure "
                 f'"{PRESET if config.rotates else preset}", or give {part.name or "matrices"} its quantizer for '
                 "matrices by a policy"
             )
