@@ -19,6 +19,7 @@ class Measured(NamedTuple):
         kind, block, value, mode: settings of `quantizer`.
         added: increase of the training loss, as a share of that of a plain run; mean over seeds.
         gradient_error: relative L2 error of averaged gradients.
+        error_feedback, rotation: settings of `quantizer`. Rotation is measured as `ncclz:muon-ddp` uses it.
     """
 
     optimizer: str
@@ -28,6 +29,8 @@ class Measured(NamedTuple):
     added: float
     gradient_error: float
     mode: str = "rms"
+    error_feedback: bool = False
+    rotation: bool = False
 
     @property
     def loss_class(self) -> str:
@@ -96,6 +99,10 @@ MEASURED = (
     Measured("SGD", "stochastic", 256, 6, -0.0042, 0.048, "bits"),
     Measured("SGD", "stochastic", 256, 7, -0.001, 0.024, "bits"),
     Measured("SGD", "stochastic", 256, 8, -0.0016, 0.012, "bits"),
+    Measured("AdamW", "error_bound", 256, 0.25, 0.0032, 0.204, error_feedback=True),
+    Measured("Muon", "error_bound", 128, 0.025, 0.0004, 0.023, error_feedback=True),
+    Measured("Muon", "error_bound", 32768, 0.06, 0.0007, 0.04, error_feedback=True, rotation=True),
+    Measured("SGD", "error_bound", 256, 1, 0.0032, 0.787, error_feedback=True),
 )
 
 
@@ -105,8 +112,7 @@ def expected(quantizer: QuantizerConfig) -> list[Measured]:
         each
         for each in MEASURED
         if (each.mode, each.kind) == (quantizer.mode, quantizer.kind_in_effect)
-        and not quantizer.error_feedback
-        and not quantizer.rotates
+        and (each.error_feedback, each.rotation) == (quantizer.feeds_back, quantizer.rotates)
         and _is_as_coarse(each, quantizer)
     ]
     found: dict[str, Measured] = {}
@@ -151,5 +157,6 @@ def largest_harmless_error(quantizer: QuantizerConfig) -> float | None:
         each.gradient_error
         for each in MEASURED
         if (each.optimizer, each.kind, each.loss_class) == ("AdamW", quantizer.kind_in_effect, "harmless")
+        and not each.error_feedback
     ]
     return max(errors, default=None)

@@ -163,7 +163,10 @@ def _list(options: argparse.Namespace) -> None:
     from ..weights.folders.verify import list_versions
 
     found = table("version", "holds", "bytes", "of", "state", numbers=["version", "bytes", "of"], gap=2)
-    for each in list_versions(options.patch, key):
+    versions = list_versions(options.patch, key)
+    if not versions:
+        raise MismatchError(f"{options.patch}: holds no version: `ncz patch make` adds one")
+    for each in versions:
         manifest = each.manifest
         whole = 0 if manifest is None else sum(row.bytes for row in manifest.files.values())
         held = "" if manifest is None else "everything" if manifest.base is None else f"changes of {manifest.base}"

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.config import DEEPSPEED_KEY, SHORT_FORM, Config, find_in_deepspeed, is_deepspeed, read_document
+from ..core.config import (
+    DEEPSPEED_KEY,
+    SHORT_FORM,
+    Config,
+    find_in_deepspeed,
+    is_deepspeed,
+    is_preset,
+    read_document,
+)
 from ..core.errors import ConfigError
 
 
 def load_config(file: str) -> tuple[Config, dict[str, Any] | None]:
     """The configuration in a file, and the DeepSpeed configuration around it; None for a file of ours.
 
-    Raises ConfigError, naming the file, also for a DeepSpeed configuration without compression.
+    The name of a preset, such as "ncclz:small", is as good as a file. Raises ConfigError, naming the file, also for a
+    DeepSpeed configuration without compression.
     """
+    if is_preset(file):
+        return Config.load(file), None
     document = read_document(file)
     if is_deepspeed(document):
         return _from_deepspeed(document, file), document
@@ -23,7 +34,7 @@ def config_with(file: str | None, given: dict[str, dict[str, Any]], otherwise: C
     """The configuration in a file, overridden by options.
 
     Args:
-        file: path of the file; None: `otherwise`.
+        file: path of the file, or a preset's name; None: `otherwise`.
         given: section -> setting -> value; None for a value keeps that of the file.
         otherwise: configuration if there is no file; None: the defaults.
 

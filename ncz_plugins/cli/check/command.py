@@ -19,7 +19,7 @@ from . import buckets
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `ncz`."""
     parser = commands.add_parser("check", help="validate a configuration and print the effective settings")
-    parser.add_argument("file", help="one of ours (.yaml, .yml, .json), or a DeepSpeed configuration (.json)")
+    parser.add_argument("file", help="one of ours (.yaml, .yml, .json), a preset, or a DeepSpeed configuration (.json)")
     parser.add_argument(
         "--model",
         metavar="SPEC",

@@ -26,7 +26,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--predictor", metavar="NAME", help="auto, none, delta")
     parser.add_argument("--link", metavar="GBIT", help="speed of the link in Gbit/s, for coder auto")
     parser.add_argument("--frame", metavar="SIZE", help="input bytes per frame, such as 1MiB")
-    parser.add_argument("--config", metavar="FILE", help="take the settings from this file; options override it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="settings: a file or a preset, such as ncclz:small; options override them"
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw ratio against bound")
     parser.set_defaults(run=run, outputs={"--plot": "plot"})

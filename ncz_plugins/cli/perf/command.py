@@ -35,7 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bound", metavar="MODE:VALUE", help="error bound: rms:0.25, rel:1e-3, range:1e-4, abs:0.01 ..."
     )
-    parser.add_argument("--config", metavar="FILE", help="take the settings from this file; --bound overrides it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="settings: a file or a preset, such as ncclz:small; --bound overrides them"
+    )
     parser.add_argument(
         "--repeat", metavar="N", help="timed rounds; by default as many as fit into 2 seconds, 5 to 500"
     )

@@ -75,7 +75,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     how.add_argument(
         "--every", metavar="H", type=int, default=500, help="with diloco: steps from one synchronization to the next"
     )
-    how.add_argument("--config", metavar="FILE", help="our settings; else those of --run, or the defaults")
+    how.add_argument(
+        "--config", metavar="FILE", help="our settings, a file or a preset; else those of --run, or the defaults"
+    )
     how.add_argument("--bound", metavar="MODE:VALUE", help="error bound; overrides the file")
     how.add_argument("--ratio", metavar="R", type=float, help="compression ratio of one rank's codes, relative to fp32")
     parser.add_argument("--json", action="store_true", help="everything as JSON, for `ncz report --plan`")

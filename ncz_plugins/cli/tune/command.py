@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("tune", help="measure link and codec, and write a file that a configuration can name")
     parser.add_argument("--output", metavar="FILE.json", required=True, help="the file to write")
     parser.add_argument("--ranks", metavar="N", help="ranks to start, 2 by default; under a launcher, its ranks")
-    parser.add_argument("--config", metavar="FILE", help="take quantizer, coder and hierarchy from this file")
+    parser.add_argument("--config", metavar="FILE", help="quantizer, coder and hierarchy: a file or a preset")
     parser.add_argument("--seconds", metavar="S", type=float, help="time for measuring, 40 by default")
     parser.set_defaults(run=run, outputs={"--output": "output"})
 

@@ -28,7 +28,7 @@ from .fields import (
 )
 from .model import ROLE_DEFAULTS, Config, json_schema, settings
 from .paths import expanded_path
-from .presets import PRESETS, SHORT_FORM
+from .presets import PRESETS, SHORT_FORM, is_preset
 from .section import Section
 from .sections import (
     CoderCosts,
@@ -71,6 +71,7 @@ __all__ = [
     "first_problem",
     "format_size",
     "is_deepspeed",
+    "is_preset",
     "json_schema",
     "read_document",
     "settings",

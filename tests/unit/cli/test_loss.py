@@ -27,6 +27,16 @@ def test_every_preset_was_measured(name):
     assert "AdamW: " in loss.describe(quantizer) and loss.SOURCE in loss.describe(quantizer)
 
 
+def test_both_ways_for_muon_were_measured():
+    fed_back = Config.load("ncclz:muon").quantizer
+    [policy] = Config.load("ncclz:muon-ddp").policies
+    rotated = policy.quantizer.applied_to(QuantizerConfig())
+    for quantizer in (fed_back, rotated):
+        [found] = [each for each in loss.expected(quantizer) if each.optimizer == "Muon"]
+        assert (found.loss_class, found.value) == ("harmless", quantizer.value)
+        assert "Muon: harmless, +0.0" in loss.describe(quantizer)
+
+
 def test_what_is_finer_counts_as_the_next_coarser_setting():
     assert classes(value=0.3) == classes(value=0.375)
     assert classes(kind="error_bound", value=0.2, block=256) == classes(kind="error_bound", value=0.25, block=4096)
@@ -48,6 +58,7 @@ def test_each_kind_of_fixed_rate_was_measured():
         {"block": 0},
         {"mode": "rel", "value": 0.01},
         {"error_feedback": True},
+        {"kind": "error_bound", "error_feedback": True, "rotation": True, "value": 0.25},
     ],
     ids=str,
 )

@@ -305,6 +305,7 @@ MISTAKES = {
     "a folder": (["make", "new.safetensors", "."], "error: .: cannot be written: is a folder"),
     "a folder without weights": (["make", "empty", "all"], "empty: has no .safetensors file"),
     "a folder without versions": (["apply", "empty", "made"], "empty: holds no version yet"),
+    "nothing to show": (["show", "empty"], "empty: holds no version: `ncz patch make` adds one"),
     "nothing to verify": (["verify", "empty"], "empty: holds no version: publish_version, or `ncz patch make`"),
     "nothing there": (["verify", "none"], "none: can't be read"),
     "a folder and a patch": (["apply", "empty", "v2.patch", "made"], "empty is a folder of versions: give it alone"),

@@ -265,6 +265,15 @@ def test_options_go_before_the_file(report, saved, tmp_path):
     assert report(x, "--config", deepspeed)["bound_abs"] == 2
 
 
+def test_a_preset_is_as_good_as_a_file(ncz, report, saved):
+    x = saved(gaussian(10_000))
+    small, own = report(x, "--config", "ncclz:small"), report(x, "--bound", "rms:0.85")
+    assert (small["ratio"], small["bound_abs"]) == (own["ratio"], own["bound_abs"])
+    assert small["ratio"] > report(x)["ratio"]
+    code, _, said = ncz(x, "--config", "ncclz:smal")
+    assert code == 2 and "did you mean 'ncclz:small'?" in said
+
+
 # ------------------------------------------------------------------ mistakes
 
 

@@ -30,7 +30,7 @@ MEASURED = [each for each in loss.MEASURED if each.optimizer == "Muon"]
 
 @pytest.mark.parametrize("measured", MEASURED, ids=str)
 def test_it_warns_of_what_was_measured_to_be_visible(measured):
-    quantizer = {key: getattr(measured, key) for key in ("kind", "mode", "value")}
+    quantizer = {key: getattr(measured, key) for key in ("kind", "mode", "value", "error_feedback", "rotation")}
     if measured.mode == "rms":
         quantizer["block"] = measured.block
     said = advice(Config(quantizer=quantizer))
