@@ -3,8 +3,8 @@
     cd examples
     torchrun --nproc_per_node 8 -m torchtitan.train --module train_torchtitan --config llama3_debugmodel
 
-`--compression` takes none, ncclz, or a configuration file for it. All other options are torchtitan's. For another model
-write a function like the last one.
+`--compression` takes none, a preset such as ncclz, or a configuration file. All other options are torchtitan's. For
+another model write a function like the last one.
 """
 
 from dataclasses import dataclass, fields
@@ -22,7 +22,7 @@ class CompressedTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         compression: str = "ncclz"
-        """none, ncclz, or the path of a configuration file"""
+        """none, a preset such as ncclz, or the path of a configuration file"""
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -20,7 +20,7 @@ from ..core.training.rotation import refuse
 from ..core.training.state import Training
 from ..core.tuning.tuning_file import apply_tuning_file
 
-ENVIRONMENT = "NCZ_CONFIG"  # path of a configuration file, for NCZ without arguments
+ENVIRONMENT = "NCZ_CONFIG"  # a preset or the path of a configuration file, for NCZ without arguments
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class NCZ(Compressor):
     `NCZ` itself, without parentheses, means its default instance, `NCZ.default()`.
 
     Args:
-        source: anything that `Config.load` takes. None: the file named in NCZ_CONFIG, else all defaults.
+        source: anything that `Config.load` takes. None: what NCZ_CONFIG names, else all defaults.
         sections: instead of `source`, sections of the configuration: `NCZ(quantizer={"value": 0.1})`.
 
     Raises ConfigError for settings that are invalid, or that Horovod can't serve.

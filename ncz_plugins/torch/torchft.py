@@ -37,7 +37,8 @@ class CompressedProcessGroup(ProcessGroupWrapper):
     quorum to quorum.
 
     Args:
-        config: "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else the defaults.
+        config: a preset, such as "ncclz", a mapping, the path of a file, or a Config; None is that of `training`, else
+            the defaults.
         pg: the process group to wrap, a ProcessGroupGloo or ProcessGroupNCCL; None makes a ProcessGroupGloo.
         timeout: how long to wait for the store and, if `pg` is None, for peers.
         training: state that lasts from quorum to quorum, to share it between groups.
