@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +35,15 @@ from rich.table import Table
 
 import ncz_plugins
 from ncz_plugins import kernels
+from ncz_plugins.core.codec.from_config import noise_for
+from ncz_plugins.core.config import Config
 from ncz_plugins.core.whole_files import write_whole
 from ncz_plugins.kernels.format import (
     CHUNK,
     SCALE_BLOCK,
     Coder,
     Coding,
+    Noise,
     Predictor,
     blocks_of,
     chunks_of,
@@ -59,44 +63,59 @@ OPERATIONS = ("encode", "decode", "reduce", "statistics")
 THREADS = 2
 
 
-def gradient(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaussian, with another scale in each block, as layers have; the step is half of a block's rms."""
+class Data(NamedTuple):
+    """What is quantized: float32 of [count], the steps of its blocks, and how it is rounded (None: to the nearest)."""
+
+    x: torch.Tensor
+    steps: torch.Tensor
+    noise: Noise | None
+
+
+def gradient(count: int) -> Data:
+    """Gaussian, with another scale in each chunk, as layers have, quantized by the default."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.exp(2 * torch.randn(chunks_of(count), generator=generator)) * 1e-3
     x = torch.randn(count, generator=generator) * scales.repeat_interleave(CHUNK)[:count]
-    return x, scales.repeat_interleave(CHUNK // SCALE_BLOCK)[: blocks_of(count)] * 0.5
+    rms = scales.repeat_interleave(CHUNK // SCALE_BLOCK)[: blocks_of(count)]
+    default = Config()
+    return Data(x, rms * default.quantizer.value, noise_for(default, call=0, addend=0, addends=2))
 
 
-def low_entropy(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient with a step of four times a block's rms: 19 of 20 codes are zero, 0.3 bits tell them."""
-    x, steps = gradient(count)
-    return x, 8 * steps
+def low_entropy(count: int) -> Data:
+    """The gradient to the nearest, with a step of four times a block's rms: 19 of 20 codes are zero, of 0.3 bits."""
+    x, steps, _ = gradient(count)
+    return Data(x, steps * (4 / Config().quantizer.value), None)
 
 
-def smooth_field(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def smooth_field(count: int) -> Data:
     """A slow wave with a faster ripple, as in a simulation; the step is 2e-3 of its largest magnitude."""
     t = torch.arange(count, dtype=torch.float64) / 1000
     x = (torch.sin(t) + 0.1 * torch.sin(17 * t)).to(torch.float32)
-    return x, torch.full((blocks_of(count),), 2e-3)
+    return Data(x, torch.full((blocks_of(count),), 2e-3), None)
 
 
 DATA = {"gradient": gradient, "low entropy": low_entropy, "smooth field": smooth_field}
 
 
 def measure(
-    backend, x, steps, coders, frame_elements: int, repeats: int, pool: ThreadPoolExecutor | None
+    backend, data: Data, coders, frame_elements: int, repeats: int, pool: ThreadPoolExecutor | None
 ) -> list[dict]:
     """One row per coder: GB/s, the ratio to memcpy, and what `pool` makes of it, of each operation."""
+    x, steps, noise = data
     count = -(-x.numel() // frame_elements)
     pieces = [slice(i * frame_elements, min((i + 1) * frame_elements, x.numel())) for i in range(count)]
     steps_of = [slice(p.start // SCALE_BLOCK, -(-p.stop // SCALE_BLOCK)) for p in pieces]
     inverse = 1 / steps
+    noises = [noise and noise.from_block(s.start) for s in steps_of]
     others = x.roll(1)  # what another rank might have
     out = torch.empty_like(x)
     buffer = torch.empty(count, max_frame_bytes(frame_elements), dtype=torch.uint8)
     room2 = torch.empty_like(buffer)
     frames = {
-        name: [r[: backend.encode(x[p], inverse[c], coding, r)].clone() for p, c, r in zip(pieces, steps_of, buffer)]
+        name: [
+            room[: backend.encode(x[piece], inverse[own], coding, room, noise)].clone()
+            for piece, own, noise, room in zip(pieces, steps_of, noises, buffer)
+        ]
         for name, coding in coders.items()
     }
 
@@ -108,13 +127,14 @@ def measure(
         backend.block_statistics(x[pieces[i]])
 
     def encode(i, name):
-        backend.encode(x[pieces[i]], inverse[steps_of[i]], coders[name], buffer[i])
+        backend.encode(x[pieces[i]], inverse[steps_of[i]], coders[name], buffer[i], noises[i])
 
     def decode(i, name):
         backend.decode(frames[name][i], steps[steps_of[i]], out[pieces[i]])
 
     def reduce(i, name):
-        backend.reduce(frames[name][i], others[pieces[i]], inverse[steps_of[i]], coders[name], room2[i])
+        own = others[pieces[i]], inverse[steps_of[i]]
+        backend.reduce(frames[name][i], *own, coders[name], room2[i], noises[i])
 
     runs = {("memcpy", ""): memcpy, ("statistics", ""): block_statistics}
     for name, operation in itertools.product(coders, (encode, decode, reduce)):
@@ -216,9 +236,10 @@ def main() -> None:
         for name in options.backends:
             slow = name == "reference"  # hundreds of times slower: one frame and one repetition say enough
             count = frame_elements if slow else options.megabytes * (1 << 20) // 4
-            x, steps = DATA[data](count)
             repeats = 1 if slow else options.repeats
-            measured = measure(kernels.load(name), x, steps, coders, frame_elements, repeats, None if slow else pool)
+            measured = measure(
+                kernels.load(name), DATA[data](count), coders, frame_elements, repeats, None if slow else pool
+            )
             rows += [{"data": data, "kernels": name, **row} for row in measured]
         title = f"{data}: GB/s of float32, one core (ratio to memcpy)"
         console.print(table(title, rows, lambda s: f"{s['gigabytes_per_second']:.2f} ({s['of_memcpy']:.2f})"))

@@ -159,8 +159,9 @@ NCZ_FUNCTION uint32_t random_start(const ncz::Noise& noise, uint64_t block, uint
 }
 
 // From there to the words that two of them have each.
-NCZ_FUNCTION void random_words(const ncz::Noise& noise, uint32_t start, uint32_t& first, uint32_t& second) {
-    uint32_t x = (start ^ start >> 16) * ncz::RANDOM_FIRST;
+template <class Word>  // uint32_t, or several in a vector
+NCZ_FUNCTION void random_words(const ncz::Noise& noise, Word start, Word& first, Word& second) {
+    Word x = (start ^ start >> 16) * ncz::RANDOM_FIRST;
     x = (x ^ x >> 15 ^ uint32_t(noise.key >> 32)) * ncz::RANDOM_SECOND;
     uint32_t shift = (noise.shift >> 16) * 0x10001u;  // of both halves
     first = x + shift;

@@ -10,7 +10,6 @@
     symbols.h, tokens.h    working memory for symbols, and the alphabet of HUFFMAN and RANS
     select.h      the selector
     checksum.h    checksum of a frame
-    noise.h       random numbers
     scales.h      quantization steps from root mean squares
     differences.h    differences between floats
     fixed_rate.h  codes of equally many bits, without frames

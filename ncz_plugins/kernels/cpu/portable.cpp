@@ -6,7 +6,6 @@
 #include "bits.h"
 #include "../common/floats.h"
 #include "../common/format.h"
-#include "noise.h"
 
 namespace {
 
@@ -111,30 +110,80 @@ inline Block add_blocks(const Block& a, const Block& b) {
     return block_of([&](int i) { return uint32_t(a.values[i]) + uint32_t(b.values[i]); });
 }
 
+// 1.5 * 2**23 has 1 as its last bit: adding it rounds to even, and leaves the code in the low bits. Right while all codes
+// have less than 23 bits; clamps and conversions, which not all compilers vectorize, are for the others.
+constexpr float magic = 12582912.0f;
+
+inline bool are_small(const Block& codes) {
+    int32_t all = 0;
+    for (int32_t code : codes.values) all |= code ^ code >> 31;
+    return all < 1 << 22;
+}
+
+// Apart, so that it is in the library once for each type.
 template <class T, class Scale>
-inline Block quantize_block(const T* x, Scale inverse_step) {
-    if constexpr (sizeof(Scale) == 4) {
-        // 1.5 * 2**23 has 1 as its last bit: the addition rounds to even, and leaves the code in the low bits.
-        // Right while all codes have less than 23 bits; clamps and conversions, which not all compilers vectorize,
-        // are for the others.
-        constexpr float magic = 12582912.0f;
-        Block codes = block_of([&](int i) { return bits_of(widen(x[i]) * inverse_step + magic) - bits_of(magic); });
-        int32_t all = 0;
-        for (int32_t code : codes.values) all |= code ^ code >> 31;
-        if (all < 1 << 22) return codes;
-    }
+[[gnu::noinline]] Block round_large(const T* x, Scale inverse_step) {
     return block_of([&](int i) { return round_to_code(widen(x[i]) * inverse_step); });
 }
 
-inline Block random_block(const ncz::Noise& noise, int64_t first) {
-    uint32_t numbers[ncz::BLOCK];
-    random_numbers(noise, first, numbers);
-    return block_of([&](int i) { return numbers[i]; });
+template <class T, class Scale>
+inline Block quantize_block(const T* x, Scale inverse_step) {
+    if constexpr (sizeof(Scale) == 4) {
+        Block codes = block_of([&](int i) { return bits_of(widen(x[i]) * inverse_step + magic) - bits_of(magic); });
+        if (are_small(codes)) return codes;
+    }
+    return round_large(x, inverse_step);
+}
+
+// Of 32 elements from element number `first` of a call on, a multiple of 32: random numbers, in their upper 24 bits.
+// docs/reference/wire-format.md says which one belongs to an element.
+[[gnu::noinline]] Block random_block(const ncz::Noise& noise, int64_t first) {
+    uint64_t block = noise.first + uint64_t(first / ncz::SCALE_BLOCK);
+    uint32_t start = random_start(noise, block, uint32_t(first % ncz::SCALE_BLOCK / 4));
+    const Four numbers{0, 1, 2, 3};
+    Four fours[ncz::BLOCK / 4];
+    for (uint32_t i = 0; i < ncz::BLOCK / 4; i += 4) {
+        Four a, b;
+        random_words(noise, (numbers + i) * ncz::RANDOM_OF_FOUR + start, a, b);
+        Four swapped_a = (a << 16 | a >> 16) & ~0xffu, swapped_b = (b << 16 | b >> 16) & ~0xffu;
+        a &= ~0xffu;
+        b &= ~0xffu;
+        Four low_a = NCZ_SHUFFLE(a, swapped_a, 0, 4, 1, 5), low_b = NCZ_SHUFFLE(b, swapped_b, 0, 4, 1, 5);
+        Four high_a = NCZ_SHUFFLE(a, swapped_a, 2, 6, 3, 7), high_b = NCZ_SHUFFLE(b, swapped_b, 2, 6, 3, 7);
+        fours[i] = NCZ_SHUFFLE(low_a, low_b, 0, 1, 4, 5);
+        fours[i + 1] = NCZ_SHUFFLE(low_a, low_b, 2, 3, 6, 7);
+        fours[i + 2] = NCZ_SHUFFLE(high_a, high_b, 0, 1, 4, 5);
+        fours[i + 3] = NCZ_SHUFFLE(high_a, high_b, 2, 3, 6, 7);
+    }
+    Block result;
+    memcpy(&result, fours, sizeof result);
+    return result;
+}
+
+template <class T, class Scale>
+[[gnu::noinline]] Block round_large(const T* x, Scale inverse_step, const Block& random) {
+    return block_of([&](int i) { return round_at_random(widen(x[i]) * inverse_step, uint32_t(random.values[i])); });
 }
 
 template <class T, class Scale>
 inline Block quantize_block(const T* x, Scale inverse_step, const Block& random) {
-    return block_of([&](int i) { return round_at_random(widen(x[i]) * inverse_step, uint32_t(random.values[i])); });
+    if constexpr (sizeof(Scale) == 4) {
+        // As round_at_random, from the nearest integer instead of the one towards zero.
+        float rounded[ncz::BLOCK], rest[ncz::BLOCK];
+        for (int i = 0; i < ncz::BLOCK; ++i) {
+            float scaled = widen(x[i]) * inverse_step;
+            rounded[i] = scaled + magic;
+            rest[i] = scaled - (rounded[i] - magic);
+        }
+        Block codes = block_of([&](int i) { return bits_of(rounded[i]) - bits_of(magic); });
+        if (are_small(codes)) {
+            return block_of([&](int i) {
+                float less_u = float(int32_t(uint32_t(random.values[i]) >> 8)) * -0x1p-24f;
+                return codes.values[i] + (rest[i] >= 1 + less_u) - (rest[i] < less_u);
+            });
+        }
+    }
+    return round_large(x, inverse_step, random);
 }
 
 template <bool is_streamed, class T, class Scale>
