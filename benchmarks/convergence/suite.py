@@ -144,7 +144,7 @@ def main() -> int:
     except NczError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    known = kept()
+    known = published() | kept()  # so that --report in a fresh clone loses nothing
     publish({job: known[job] for job in jobs if job in known}, console)
     return 0
 
