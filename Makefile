@@ -81,7 +81,7 @@ soak: setup-tools  ## random collectives on 4 ranks for SECONDS (1800), each che
 	@$(BIN)/python benchmarks/soak/soak.py --seconds $(or $(SECONDS),1800) $(ARGS)
 
 thirdparty: setup  ## Horovod's and DeepSpeed's own tests, plain and compressed: what fails only with us? (20 minutes)
-	@$(BIN)/python benchmarks/thirdparty/run.py $(ARGS)
+	@$(BIN)/python -m benchmarks.thirdparty.run $(ARGS)
 
 versions: setup-tools  ## a part of the tests with several versions of Python and torch: docs/reference/compatibility.md (an hour)
 	@$(BIN)/nox $(ARGS)

@@ -1,11 +1,12 @@
 """Horovod's and DeepSpeed's own tests, as they are, plain and compressed: what fails only when compressed?
 
     make thirdparty                                  all of it (half an hour)
-    python benchmarks/thirdparty/run.py --suite horovod   one of both
-    python benchmarks/thirdparty/run.py --horovod-source DIR --deepspeed-source DIR   clones that are there already
+    python -m benchmarks.thirdparty.run --suite horovod   one of both
+    python -m benchmarks.thirdparty.run --horovod-source DIR --deepspeed-source DIR   clones that are there already
 
 Each suite is taken from GitHub at a pinned version and run three times: plain, with kind lossless, and with a tight
-bound. Exits with 1 if a test fails with kind lossless that passes plain.
+bound. Exits with 1 if a test fails with kind lossless that passes plain. --write puts the outcomes into
+benchmarks/results/third-party.json and their table into docs/results/third-party.md.
 """
 
 from __future__ import annotations
@@ -21,21 +22,32 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.performance import rows_of
+from benchmarks.weights import put_into
+from ncz_plugins.cli import machine
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BIN = Path(sys.executable).parent
 CACHE = ROOT / ".cache" / "thirdparty"
+NUMBERS = ROOT / "benchmarks" / "results" / "third-party.json"
+PAGE, MARKS = ROOT / "docs" / "results" / "third-party.md", ("<!-- outcomes -->", "<!-- end of outcomes -->")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
 SMALL_TOO = {"transport": {"min_bytes": 0}}
+TITLES = {"horovod": "Horovod", "deepspeed": "DeepSpeed"}
 MODES = {
     "plain": None,
     "lossless": SMALL_TOO | {"quantizer": {"kind": "lossless"}},
     "abs:1e-6": SMALL_TOO | {"quantizer": {"mode": "abs", "value": 1e-6}},
 }
+
+
+Outcomes = dict[str, dict[str, str]]  # mode: test: passed, skipped, or the last line of its error
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=SUITES, action="append", help="by default all")
     for name, suite in SUITES.items():
         parser.add_argument(f"--{name}-source", type=Path, metavar="DIR", help=f"a clone that has {suite.version}")
-    parser.add_argument("--json", type=Path, help="a file for the outcome of each test")
+    parser.add_argument("--write", action="store_true", help="write the file of results and the page's table")
     options = vars(parser.parse_args())
     found = {}
     for name in options["suite"] or SUITES:
@@ -108,9 +120,42 @@ def main() -> int:
         show(name, found[name])
         if "passed" not in found[name]["plain"].values():
             sys.exit(f"{name}: no test passes plain, so nothing is known; see {log_of(name, 'plain')}")
-    if options["json"]:
-        options["json"].write_text(json.dumps(found, indent=1) + "\n")
+    if options["write"]:
+        write(found)
     return int(any(not known(name, test) for name in found for test in only_with_us(found[name], "lossless")))
+
+
+def write(found: dict[str, Outcomes]) -> None:
+    """Write the outcomes of the suites that were run, what they were found with, and the page's table."""
+    suites = json.loads(NUMBERS.read_text())["suites"]
+    for name, outcomes in found.items():
+        versions = {each: machine.installed_version(each) for each in ("ncz_plugins", "torch", name)}
+        about = {"tests": SUITES[name].version, "versions": versions, "cpu": machine.cpu()}
+        suites[name] = about | {"outcomes": outcomes}
+    command = "python -m benchmarks.thirdparty.run --write"
+    versions = {"torch": ", ".join(sorted({each["versions"]["torch"] for each in suites.values()}))}
+    NUMBERS.write_text(json.dumps({"command": command, "versions": versions, "suites": suites}, indent=1) + "\n")
+    put_into(PAGE, markdown(suites), MARKS)
+
+
+def markdown(suites: dict[str, dict[str, Any]]) -> str:
+    """The page's table."""
+    rows = []
+    for name, suite in suites.items():
+        with_versions = (
+            f"{TITLES[name]} {suite['tests']}, run with {suite['versions'][name]}, torch {suite['versions']['torch']}"
+        )
+        for mode in suite["outcomes"]:
+            rows.append([with_versions if mode == "plain" else "", mode, *counts(suite["outcomes"], mode)])
+    return rows_of(["tests of", "mode", "passed", "skipped", "failed", "only when compressed"], rows)
+
+
+def counts(found: Outcomes, mode: str) -> list[str]:
+    """How many tests passed, were skipped, failed, and failed only with us, as text."""
+    outcomes = list(found[mode].values())
+    failures = sum(map(failed, outcomes))
+    only = "" if mode == "plain" else str(len(only_with_us(found, mode)))
+    return [str(outcomes.count("passed")), str(outcomes.count("skipped")), str(failures), only]
 
 
 def clone(name: str) -> Path:
@@ -215,10 +260,8 @@ def known(name: str, test: str) -> str | None:
 def show(name: str, found: dict[str, dict[str, str]]) -> None:
     console = Console()
     table = Table("", "passed", "skipped", "failed", "only with us", title=f"{name} {SUITES[name].version}")
-    for mode, outcomes in found.items():
-        counts = [sum(outcome == kind for outcome in outcomes.values()) for kind in ("passed", "skipped")]
-        failures = sum(map(failed, outcomes.values()))
-        table.add_row(mode, *map(str, [*counts, failures, len(only_with_us(found, mode))]))
+    for mode in found:
+        table.add_row(mode, *counts(found, mode))
     console.print(table)
     for mode in found:
         for test, outcome in only_with_us(found, mode).items():
