@@ -75,7 +75,7 @@ class Case:
     """A tensor, its steps, and room for what is made of it."""
 
     def __init__(self, number: int, elements: int, device: str):
-        values, steps = gradient(elements)
+        values, steps, _ = gradient(elements)
         self.x, self.steps = values.roll(number * 4096).to(device), steps.roll(number * 32).to(device)
         self.inverse, self.out = 1 / self.steps, torch.empty_like(self.x)
         # Each is memory of its own, which begins at a multiple of what kernels read at a time.
@@ -315,7 +315,7 @@ def operations(repeats: int, mib: int, frames_mib: list[int]) -> list[dict]:
     """The second table: of each kind of data and size of frames."""
     found = []
     for data, make in DATA.items():
-        x, steps = (each.cuda() for each in make(mib * MIB // 4))
+        x, steps = (each.cuda() for each in make(mib * MIB // 4)[:2])
         for frame_mib in frames_mib:
             bandwidth, rows = measure(kernels.cuda_backend(), x, steps, frame_mib * MIB // 4, repeats)
             found.append({"data": data, "frame_mib": frame_mib, "copy_gigabytes_per_second": bandwidth, "rows": rows})

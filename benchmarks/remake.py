@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import gains, performance
+from benchmarks import codec_table, gains, performance
 from ncz_plugins.cli.output import add_row, table, unbroken_console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +82,7 @@ JOBS = {
     "weights": Job(6, "-m benchmarks.weights"),
     "weight-ways": Job(13, "-m benchmarks.weight_ways"),
     "patch-files": Job(5, "-m benchmarks.patch_files"),
-    "third-party": Job(20, "benchmarks/thirdparty/run.py --json benchmarks/results/third-party.json"),
+    "third-party": Job(20, "-m benchmarks.thirdparty.run --write"),
     "convergence": Job(120, "benchmarks/convergence/suite.py"),
     "frontier": Job(90, "benchmarks/convergence/frontier.py"),
     "activations": Job(30, "benchmarks/convergence/activations.py"),
@@ -159,6 +159,7 @@ def main() -> int:
     # Pages whose tables come from several files; other programs have written theirs.
     gains.main()
     performance.main()
+    codec_table.write_pages()
     console.print(git("diff", "--stat", "--", "docs", "benchmarks/results"), highlight=False)
     if failed:
         console.print(f"error: not measured: {', '.join(failed)}")

@@ -7,6 +7,7 @@ import pytest
 from repository import ROOT
 
 from benchmarks import codec_table, gains, patch_files, performance, remake, schedules, weight_ways, weights
+from benchmarks.thirdparty import run as third_party
 
 
 def committed(name):
@@ -14,9 +15,10 @@ def committed(name):
 
 
 def test_the_codec():
-    found = committed("codec-data.json")
-    assert codec_table.summary(found["rows"]) in codec_table.MARKDOWN.read_text()
-    assert codec_table.page(found["rows"], found) == codec_table.NOTEBOOK.read_text()
+    found, kernels = committed("codec-data.json"), committed("codec-cpu.json")
+    for table in (codec_table.summary(found["rows"]), codec_table.kernels_summary(kernels)):
+        assert table in codec_table.MARKDOWN.read_text()
+    assert codec_table.page(found["rows"], found, kernels) == codec_table.NOTEBOOK.read_text()
 
 
 def test_what_the_page_of_the_codec_shows_is_measured():
@@ -32,6 +34,10 @@ def test_performance():
     page = performance.PAGE.read_text()
     for name, table in performance.TABLES.items():
         assert f"<!-- {name} -->\n{table()}\n<!-- end of {name} -->" in page
+
+
+def test_tests_of_others():
+    assert third_party.markdown(committed("third-party.json")["suites"]) in third_party.PAGE.read_text()
 
 
 def test_schedules():
@@ -65,14 +71,7 @@ def options(command):
 
 
 def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
-    page = tmp_path / "page.md"
-    for module, marks in ((codec_table, [codec_table.MARK] * 2), (weights, weights.MARKS)):
-        page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
-        module.put_into(page, "new")
-        assert [line for line in page.read_text().splitlines() if line] == [
-            "before",
-            marks[0],
-            "new",
-            marks[1],
-            "after",
-        ]
+    page, marks = tmp_path / "page.md", weights.MARKS
+    page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
+    weights.put_into(page, "new")
+    assert page.read_text().split("\n") == ["before", marks[0], "new", marks[1], "after", ""]
