@@ -41,7 +41,7 @@ quick: setup-tools  ## the tests that start no processes, in 3 minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not processes and not slow" tests/unit $(ARGS)
 
 # Two workers start processes, which wait; a third one computes meanwhile: tests/conftest.py hands out the files.
-test: setup  ## all tests, in 17 minutes on two cores
+test: setup  ## all tests, in 17 to 30 minutes on two cores
 	@$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=10 --require-packages $(ARGS)
 
 # The processes that tests start are measured as well (patch in .coveragerc), wherever they run: so an absolute path.
