@@ -215,7 +215,7 @@ instead of 6.5, both builds in turns.
 """
 
 
-def page(rows: list[dict[str, Any]], about: dict[str, Any], kernels: dict[str, Any]) -> str:
+def page(rows: list[dict[str, Any]], about: dict[str, Any], speeds_of_kernels: dict[str, Any]) -> str:
     """docs/notebook/codec.md, as a whole."""
     names = [name for name in (library.name for library in LIBRARIES) if any(name in row["peers"] for row in rows)]
     sizes = [["data", "bound", "entropy", "bits", "auto", "best", "", *names]]
@@ -244,23 +244,21 @@ def page(rows: list[dict[str, Any]], about: dict[str, Any], kernels: dict[str, A
         links=", ".join(f"{link:g}" for link in LINKS),
         target=TARGET,
         worst=100 * max(0.0, worst),
-        kernels=kernels_table(kernels, lambda row: row["data"] == "gradient" or row["kernels"] == "avx2"),
+        kernels=kernels_table(speeds_of_kernels, lambda row: row["data"] == "gradient" or row["kernels"] == "avx2"),
     )
 
 
-def kernels_summary(kernels: dict[str, Any]) -> str:
+def kernels_summary(found: dict[str, Any]) -> str:
     """The table of kernels in docs/results/codec.md."""
     shown = {
         "avx2": ("fixed", "huffman", "rans", "raw", "auto"),
         "portable": ("fixed", "huffman"),
         "reference": ("fixed",),
     }
-    return kernels_table(
-        kernels, lambda row: row["data"] == "gradient" and row["coder"] in shown.get(row["kernels"], ())
-    )
+    return kernels_table(found, lambda row: row["data"] == "gradient" and row["coder"] in shown.get(row["kernels"], ()))
 
 
-def kernels_table(kernels: dict[str, Any], shown: Callable[[dict[str, Any]], bool]) -> str:
+def kernels_table(found: dict[str, Any], shown: Callable[[dict[str, Any]], bool]) -> str:
     """Some rows of what benchmarks/codec.py found, and where."""
     operations = {
         "encode": "encode",
@@ -269,14 +267,14 @@ def kernels_table(kernels: dict[str, Any], shown: Callable[[dict[str, Any]], boo
         "statistics": "measure scales",
     }
     rows = [["kernels, coder", "data", "ratio", *operations.values()]]
-    for row in filter(shown, kernels["results"]):
+    for row in filter(shown, found["results"]):
         speeds = [f"{row[each]['gigabytes_per_second']:.2g} ({row[each]['of_memcpy']:.2f})" for each in operations]
         rows.append([f"{row['kernels']}, {row['coder'].upper()}", row["data"], f"{row['ratio']:.2f}", *speeds])
-    machine = kernels["machine"]
+    on = found["machine"]
     return (
-        f"GB/s of float32 on one core of an {machine['cpu']}, {kernels['megabytes']} MiB in frames of "
-        f"{kernels['frame_bytes'] >> 20} MiB, and in brackets the ratio to memcpy on the same core in the same run "
-        f"(torch {machine['torch']}). The gradient is Gaussian, quantized by the default.\n\n{_table(rows)}"
+        f"GB/s of float32 on one core of an {on['cpu']}, {found['megabytes']} MiB in frames of "
+        f"{found['frame_bytes'] >> 20} MiB, and in brackets the ratio to memcpy on the same core in the same run "
+        f"(torch {on['torch']}). The gradient is Gaussian, quantized by the default.\n\n{_table(rows)}"
     )
 
 
@@ -301,10 +299,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def write_pages() -> None:
     """Write all tables from the committed files."""
-    found, kernels = json.loads(RESULTS.read_text()), json.loads(KERNELS.read_text())
-    NOTEBOOK.write_text(page(found["rows"], found, kernels))
+    found, speeds_of_kernels = json.loads(RESULTS.read_text()), json.loads(KERNELS.read_text())
+    NOTEBOOK.write_text(page(found["rows"], found, speeds_of_kernels))
     put_into(MARKDOWN, f"\n{summary(found['rows'])}\n", MARKS)
-    put_into(MARKDOWN, f"\n{kernels_summary(kernels)}\n", KERNELS_MARKS)
+    put_into(MARKDOWN, f"\n{kernels_summary(speeds_of_kernels)}\n", KERNELS_MARKS)
 
 
 def _pair(speeds: dict[str, float], memcpy: float) -> str:
