@@ -194,7 +194,7 @@ def checksum_of(config: Config) -> int:
     return zlib.crc32(config.canonical().encode())
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)  # lists of hundreds of parts have 30 KB each, and those of DDP may differ from step to step
 def _checksum_of_parts(parts: tuple[ParameterSlice, ...]) -> int:
     """A number by which ranks tell whether they sum the same parameters; 0 if none of these has a name."""
     if all(part.name is None for part in parts):

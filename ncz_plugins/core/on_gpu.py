@@ -131,6 +131,7 @@ class GpuCalls:
         """
         if self._calls is not None:
             self._calls.drain()
+            self._calls.require_open()  # one of those before may have failed, and then not all ranks come here
 
         # Calls before this one may still write to the same tensor on their stream.
         if call.joined:
@@ -144,9 +145,12 @@ class GpuCalls:
         doing = f"the plain {call.collective}"
         with stream, peer_errors(doing):
             handle = WorkHandle(call.start_plain(self._plain), doing)
-            # gloo would run callbacks on a thread of its own, which ends the process: see `HostCalls`.
             if call.joined or not self._is_of_nccl:
                 handle.wait()
+            # gloo would run callbacks on a thread of its own, which ends the process: see `HostCalls`. Its messages
+            # have no futures at all.
+            if not self._is_of_nccl and not captured:
+                handle = StreamHandle.of_current(self._device)
         if call.joined and not captured:
             handle = StreamHandle.of_current(self._device)  # with the copies back to the joined tensors
 

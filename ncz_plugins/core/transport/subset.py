@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.futures import Future, collect_all
 
 from .base import PlainCollectives, Work
 
@@ -84,3 +85,12 @@ class _Messages:
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Future[None]:
+        """The same as a future. Only torch's messages over NCCL have one."""
+        return collect_all([work.get_future() for work in self._works]).then(self._finish)
+
+    def _finish(self, done: Future[list[Future]]) -> None:
+        for message in done.value():
+            message.value()  # raises what the message has failed with
+        self.wait()

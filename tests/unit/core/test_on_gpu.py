@@ -128,6 +128,27 @@ def test_tensors_of_lists_are_there_once_a_call_was_waited_for(role, async_op, r
         assert torch.equal(found, exact) == (role is not None or source == root)
 
 
+def test_no_plain_call_begins_after_one_before_it_has_failed():
+    """A rank that has heard of the failure makes no such call, and NCCL would wait for it without a limit."""
+
+    def body(communicator):
+        calls = calls_of(communicator)
+        compressed, plain = (
+            Call("all_reduce", *2 * (tensor,), dist.ReduceOp.SUM, parts=[ParameterSlice(None, tensor.numel())])
+            for tensor in (torch.zeros(10_000 + communicator.rank), torch.zeros(4))
+        )
+        calls.decide(compressed)
+        calls.decide(plain)
+        handle = calls.begin(compressed, async_op=True)
+        with pytest.raises(MismatchError, match="elements"):
+            calls.begin(plain, async_op=False)
+        with pytest.raises(MismatchError, match="elements"):
+            handle.wait()
+        assert communicator.stats.total.bypasses == {}
+
+    play_communicators(2, AT_BOUND, body)
+
+
 def test_a_plain_call_that_differs_is_told_with_the_next_compared_one():
     def body(communicator):
         calls = calls_of(communicator)

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import play
+from torch.futures import Future
 
 from ncz_plugins.core.errors import PeerError, UnsupportedError
+from ncz_plugins.core.transport.base import Work
 from ncz_plugins.core.transport.plain import TorchCollectives, WorkHandle
 from ncz_plugins.core.transport.subset import SubsetCollectives
 
@@ -210,3 +212,28 @@ def test_a_collective_of_some_ranks_is_complete_when_all_of_its_messages_are():
     assert work.is_completed()
     second = timedelta(seconds=1)
     assert work.wait(second) and waited == [(0, second), (1, second)]
+
+
+def test_a_future_of_several_messages_ends_with_the_last_or_fails_as_one_does():
+    def of_two() -> tuple[Work, list[Future]]:
+        futures = [Future(), Future()]
+        messages = [
+            SimpleNamespace(get_future=lambda each=each: each, is_completed=each.done, wait=lambda *_, each=each: each)
+            for each in futures
+        ]
+        plain = SimpleNamespace(exchange=lambda sends, receives: messages)
+        return SubsetCollectives(plain, (4, 6, 7), 0).broadcast(torch.ones(1), 0), futures
+
+    work, (first, second) = of_two()
+    whole = work.get_future()
+    first.set_result(None)
+    assert not whole.done()
+    second.set_result(None)
+    assert whole.wait() is None
+
+    work, (first, second) = of_two()
+    whole = work.get_future()
+    first.set_exception(RuntimeError("connection closed"))
+    second.set_result(None)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        whole.wait()
