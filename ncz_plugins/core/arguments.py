@@ -30,7 +30,9 @@ def require_one_device(collective: str, one: Tensor, other: Tensor) -> None:
 
 
 def require_sizes(collective: str, ranks: int, whole: Tensor, part: Tensor) -> None:
-    """Raise ValueError unless `whole` holds a part like `part` for each rank, UnsupportedError as above.
+    """Raise ValueError unless `whole` has `ranks` times the elements of `part`.
+
+    Raises UnsupportedError if they are on different devices.
 
     `part` may be one of them, but not overlap them otherwise: what is read there would be written before.
     """
@@ -74,7 +76,7 @@ def _split_sizes(what: str, sizes: Sequence[int] | None, rows: int, ranks: int) 
     """Rows for each rank. Raises ValueError unless they are all of them."""
     if sizes is None:
         if rows % ranks:
-            raise ValueError(f"{what} must be given, as {rows} rows are no multiple of {ranks} ranks")
+            raise ValueError(f"{what} must be given: {rows} rows can't be divided evenly among {ranks} ranks")
         return (rows // ranks,) * ranks
     sizes = tuple(map(int, sizes))
     if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:

@@ -366,7 +366,7 @@ class Call:
                 return plain.all_to_all_single(output, input, *pieces)
 
 
-@dataclass(slots=True, eq=False)  # not frozen, as above
+@dataclass(slots=True, eq=False)  # not frozen: see `Call`
 class Plan:
     """How a compressed call is carried out.
 

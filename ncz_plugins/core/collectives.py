@@ -584,7 +584,8 @@ class Collectives:
 class Beginning:
     """A context to begin a call in: outside of inference mode, in which nothing that lasts may be made.
 
-    If this rank can't make its call, the others are told. Each call enters one, so it is no generator.
+    If this rank can't make its call, the others are told. A class and not a generator, which would be
+    slower: every call enters one.
     """
 
     __slots__ = ("_communicator", "_collective", "_outside")

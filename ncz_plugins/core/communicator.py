@@ -219,7 +219,7 @@ class Communicator(Collectives, Messages):
         return config
 
     def _compared(self, source, training: Training | None, store: dist.Store) -> Config:
-        """The same, once it is sure that all ranks have it in common. An error of one rank ends all of them."""
+        """Configuration of this rank, after all ranks were found to have the same. If one rank fails, all raise."""
         try:
             config = self._prepared(source, training)
         except NczError as error:

@@ -144,7 +144,8 @@ class Group:
             if quantizer != config.quantizer:
                 config = config.model_copy(update={"quantizer": quantizer})
             made = Settings(config, checksum_of(config), least_of_pieces(config, self.on_gpu, self.world_size))
-            found = self._settings[id(quantizer)] = quantizer, made  # whose memory nothing else gets
+            # Keeps the quantizer, so that no other object gets its id.
+            found = self._settings[id(quantizer)] = quantizer, made
         return found[1]
 
     def note_uncompared(self, described: dict[str, int]) -> None:

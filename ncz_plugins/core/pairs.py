@@ -244,7 +244,7 @@ class Directions:
         rank, peer = (_SOURCE, to) if own == source else (_DESTINATION, source)
         names = [all_ranks.ranks[source], all_ranks.ranks[to]]
 
-        # A group of ranks has none of them twice, so this is no key of one.
+        # The first rank stands twice, which no list of ranks does: this key can't be that of a group.
         key = (*names, names[0], all_ranks.communicator)
         group = Group(all_ranks.training, all_ranks.config, names, rank, communicator=all_ranks.communicator, key=key)
         routes = OneWayRoutes(

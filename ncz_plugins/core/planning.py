@@ -210,7 +210,6 @@ def _schedule_of(group: Group, call: Call, nodes: Nodes | None) -> str:
 
 def _flat(tensor: Tensor, start: int = 0) -> Window:
     """A tensor in one dimension, of which autograd knows nothing, as the elements of a layout from `start` on."""
-    tensor = (
-        tensor.detach()
-    )  # what is no parameter may still be a view that may not be written to, of one under no_grad
+    # Views are detached, too: a view of a parameter that was made under no_grad may not be written to.
+    tensor = tensor.detach()
     return Window(tensor if tensor.dim() == 1 else tensor.view(-1), start)  # a view takes 2 us

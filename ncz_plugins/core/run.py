@@ -64,9 +64,9 @@ from .training.rotation import require_whole
 from .transport.base import CollectiveTransport, Transport, peer_errors
 from .transport.comparison import RankComparison
 
-_MOST_SIGNATURES = 1000  # whose decisions are remembered
+_MOST_SIGNATURES = 1000  # decisions kept in memory
 _ROLES = (*get_args(Role), None)
-_NO_VERSION = -1  # in place of a checksum
+_NO_VERSION = -1  # stands for a version that this rank does not have
 
 
 # ------------------------------------------------------------------ 1. decide

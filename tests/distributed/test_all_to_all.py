@@ -248,7 +248,7 @@ def test_rows_of_other_sizes_are_told_on_all_ranks(group):
 @pytest.mark.parametrize(
     "output, input, received, sent, told",
     [
-        [[5], [4], None, None, "output_split_sizes must be given, as 5 rows are no multiple of 2 ranks"],
+        [[5], [4], None, None, "output_split_sizes must be given: 5 rows can't be divided evenly among 2 ranks"],
         [[4], [4], [1, 2], None, r"output_split_sizes must be 2 numbers that add up to 4 rows, got \[1, 2\]"],
         [[4], [4], None, [5, -1], r"input_split_sizes must be 2 numbers that add up to 4 rows, got \[5, -1\]"],
         [[4], [4], None, [4], r"input_split_sizes must be 2 numbers that add up to 4 rows, got \[4\]"],

@@ -176,9 +176,9 @@ class Endpoint:
                         call.sendall(hello + message)
 
     def heard(self, peers: Container[int] | None, seconds: float) -> str | None:
-        """What one of some ranks says about why it gave up, or says within so many seconds; None if none does.
+        """Why a rank of `peers` gave up, in its own words. Waits up to `seconds`; None if no rank says anything.
 
-        Not words that blame this rank: others wait for it because it waits itself.
+        Words that blame this rank are skipped: their sender only waited for it.
 
         Args:
             peers: None: any rank.

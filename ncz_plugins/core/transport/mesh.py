@@ -55,7 +55,7 @@ Parts = tuple[Memory, ...]  # of one message, one behind the other
 
 
 def connects_all(world_size: int) -> bool:
-    """Whether so many ranks are all connected with each other."""
+    """Whether all ranks of a group of `world_size` are connected with each other."""
     return world_size <= MOST_RANKS
 
 
