@@ -1,12 +1,12 @@
 """Compares what `ncz plan` predicts with what collectives and training steps take, and simulates up to 16,384 ranks.
 
-    sudo .venv/bin/python -m benchmarks.plan measure      # 25 minutes: calls and training steps in namespaces
-    .venv/bin/python -m benchmarks.plan validate          # fits the costs, predicts, and compares
+    sudo .venv/bin/python -m benchmarks.plan validate     # 30 minutes: measures, fits the costs, predicts, compares
     .venv/bin/python -m benchmarks.plan simulate          # some minutes: schedules against the number of ranks
 
-`measure` keeps what is done in results/plan.jsonl, and goes on where it was. `validate` fits the costs of a rank to
-calls of 2 and 4 ranks without a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares.
-It writes a picture, and benchmarks/results/plan.json with the costs, which ncz_plugins/cli/plan/catalogue.yaml repeats.
+`validate` measures calls and training steps in namespaces. It keeps what is done in results/plan.jsonl, and goes on
+where it was: remove that file to measure all of it again. It fits the costs of a rank to calls of 2 and 4 ranks without
+a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares. It writes a
+picture, and benchmarks/results/plan.json with the costs, which ncz_plugins/cli/plan/catalogue.yaml repeats.
 
 All ranks share this machine's cores with the network, which predictions take into account.
 """
@@ -196,7 +196,8 @@ _BEGIN = (2000, 200, 100, 1000, 2, 200, 300, 500, 20, 200)
 
 
 def validate() -> None:
-    """Fit, predict, compare, write."""
+    """Measure, fit, predict, compare, write."""
+    measure()
     kept = _kept()
     cells = [
         Cell(*(each["what"][key] for key in ("ranks", "per_node", "schedule", "link")), *found)
@@ -460,5 +461,5 @@ def _draw_ranks(found: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("measure", "validate", "simulate"))
-    {"measure": measure, "validate": validate, "simulate": simulate}[parser.parse_args().stage]()
+    parser.add_argument("stage", choices=("validate", "simulate"))
+    {"validate": validate, "simulate": simulate}[parser.parse_args().stage]()
