@@ -408,7 +408,7 @@ def simulate() -> None:
     }
     RANKS_NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
     _draw_ranks(found)
-    put_into(PAGE, _table_of_ranks(found), RANKS_MARKS)
+    put_into(PAGE, table_of_ranks(found), RANKS_MARKS)
 
 
 def _simulated(costs: Costs, schedule: str, ranks: int, nbytes: int, case: Case) -> float:
@@ -426,7 +426,7 @@ def _simulated(costs: Costs, schedule: str, ranks: int, nbytes: int, case: Case)
     return calls.compressed(group, "all_reduce", nbytes, Config(transport=transport)).seconds
 
 
-def _table_of_ranks(found: list[dict[str, Any]]) -> str:
+def table_of_ranks(found: list[dict[str, Any]]) -> str:
     """Milliseconds of each schedule, by case, size and some numbers of ranks."""
     seconds = {(each["case"], each["nbytes"], each["ranks"], each["schedule"]): each["seconds"] for each in found}
     lines = [f"| | ranks | {' | '.join(_COLORS)} |", "|---" * (2 + len(_COLORS)) + "|"]

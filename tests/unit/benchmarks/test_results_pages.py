@@ -6,7 +6,7 @@ import re
 import pytest
 from repository import ROOT
 
-from benchmarks import codec_table, gains, patch_files, performance, remake, schedules, weight_ways, weights
+from benchmarks import codec_table, gains, patch_files, performance, plan, remake, schedules, weight_ways, weights
 from benchmarks.thirdparty import run as third_party
 
 
@@ -48,6 +48,11 @@ def test_weights():
     found = committed("weights.json")["found"]
     assert weights.summary(found) in weights.PAGE.read_text()
     assert weights.markdown(found) in weights.NOTEBOOK.read_text()
+
+
+def test_schedules_by_the_number_of_ranks():
+    found = committed("plan-ranks.json")["calls"]
+    assert plan.table_of_ranks(found) in plan.PAGE.read_text()
 
 
 def test_ways_to_send_weights():
