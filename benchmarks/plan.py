@@ -5,8 +5,8 @@
 
 `validate` measures calls and training steps in namespaces. It keeps what is done in results/plan.jsonl, and goes on
 where it was: remove that file to measure all of it again. It fits the costs of a rank to calls of 2 and 4 ranks without
-a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares. It writes a
-picture, and benchmarks/results/plan.json with the costs, which ncz_plugins/cli/plan/catalogue.yaml repeats.
+a limit and at 1 Gbit/s. It predicts all other calls, and training steps, and compares. It writes a picture, and
+benchmarks/results/plan.json with the costs, which ncz_plugins/cli/plan/catalogue.yaml repeats.
 
 All ranks share this machine's cores with the network, which predictions take into account.
 """

@@ -145,10 +145,10 @@ class GpuCalls:
         doing = f"the plain {call.collective}"
         with stream, peer_errors(doing):
             handle = WorkHandle(call.start_plain(self._plain), doing)
+            # gloo would run callbacks on a thread of its own, which ends the process: see `HostCalls`. Its messages
+            # have no futures at all. So its calls are waited for here, and the handle is that of the stream.
             if call.joined or not self._is_of_nccl:
                 handle.wait()
-            # gloo would run callbacks on a thread of its own, which ends the process: see `HostCalls`. Its messages
-            # have no futures at all.
             if not self._is_of_nccl and not captured:
                 handle = StreamHandle.of_current(self._device)
         if call.joined and not captured:
