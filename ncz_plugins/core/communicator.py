@@ -36,7 +36,7 @@ from .transport.plain import TorchCollectives
 from .transport.routes import Routes
 from .transport.topology import Nodes, find_nodes, find_places
 from .tuning.decisions import MOST_CONNECTIONS
-from .tuning.measure import TorchRanks, measure_link, measure_open_settings
+from .tuning.measure import TorchRanks, measure_link, measure_open_settings, measure_trip
 from .tuning.tuning_file import apply_tuning_file
 
 
@@ -132,7 +132,8 @@ class Communicator(Collectives, Messages):
         self._met = store, timeout
         on_gpus = torch.cuda.is_available() and "nccl" in self._backend
         self._open_on_gpus = self.config if self.config.leaves_link_open else None
-        measures_link = self.config.leaves_link_open and len(places.hosts) > 1 and not on_gpus
+        are_apart = len(places.hosts) > 1 and not on_gpus
+        measures_link = self.config.leaves_link_open and are_apart
         channels, nccl_groups = self.config.transport.connections, 1
         if channels == "auto":
             channels = MOST_CONNECTIONS if measures_link else 1
@@ -143,6 +144,8 @@ class Communicator(Collectives, Messages):
         self._queue = CallQueue(routes, f"ncz-communicator-{self.rank}")
         if self.nodes is not None:
             self.nodes = with_memory(self.nodes, self.transport)
+        if are_apart:
+            measure_trip(self.measured_ranks())
         if self.config.needs_measuring:
             self.config = measure_open_settings(self.measured_ranks(), on_gpus)
         elif measures_link:

@@ -71,11 +71,15 @@ class GpuCalls:
         """Decide how to serve a call, on all ranks alike: see `run.decide`.
 
         The first call measures what connects the GPUs, if the settings leave that open, and waits for the other ranks
-        to do so.
+        to do so. Raises UnsupportedError if a CUDA graph captures a call that it can't repeat.
         """
         decide(self._group, call)
+        if torch.cuda.is_current_stream_capturing():
+            if call.bypass is None:
+                self._require_capturable(call)
+            return
         is_served = call.bypass in (None, Bypass.TOO_SMALL)
-        if self._open_settings is None or not is_served or torch.cuda.is_current_stream_capturing():
+        if self._open_settings is None or not is_served:
             return
         config, self._open_settings = self._open_settings, None
         self._connect(call)
@@ -89,11 +93,7 @@ class GpuCalls:
         if call.bypass is not None:
             return self._begin_plain(call, async_op, captured)
 
-        if captured:
-            require_capturable(call.collective, call.config.quantizer)
-            if self._are_messages:
-                raise UnsupportedError("compressed messages can't be captured in a CUDA graph: send them plain")
-        else:
+        if not captured:
             self._connect(call)
         enter(self._group, call)
         if captured:  # the host would have to look at a sum that is verified
@@ -111,6 +111,12 @@ class GpuCalls:
         if verifies:
             self._group.state.wait_at_end_of_step(handle)
         return handle
+
+    def _require_capturable(self, call: Call) -> None:
+        """Raise UnsupportedError unless a CUDA graph can repeat this compressed call."""
+        require_capturable(call.collective, call.config.quantizer)
+        if self._are_messages:
+            raise UnsupportedError("compressed messages can't be captured in a CUDA graph: send them plain")
 
     def _connect(self, call: Call) -> None:
         """Let the first compressed call wait until the other ranks make it as well.

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_rank import digest, folder, raises, rank, same_on_all_ranks, values, world_size
-from scenarios import ranks
+from links import link, needs_links
+from on_rank import digest, folder, raises, rank, same_on_all_ranks, start, values, world_size
+from scenarios import on_ranks, ranks
 
 from ncz_plugins import Communicator, Config, ConfigError, MismatchError
 from ncz_plugins.cli.main import main
@@ -235,3 +236,25 @@ def wait_for(condition, seconds: float):
         assert time.monotonic() < deadline, "it does not come to pass"
         time.sleep(0.05)
     return value
+
+
+# ------------------------------------------------------------------ trips
+
+
+def trips() -> list[float]:
+    """Seconds of a trip, by where the speed of the link comes from."""
+    start()
+    speeds = [{"transport": OPEN}, with_file(file("far")), {"transport": {"link_gbps": 1}}, {}]
+    found = []
+    for config in speeds:
+        with Communicator(config) as communicator:
+            found.append(communicator.transport.trip_seconds)
+    return found
+
+
+@needs_links
+def test_ranks_on_two_hosts_time_a_trip_wherever_the_speed_of_their_link_comes_from(tmp_path):
+    """Schedules depend on it, and only a link that is known to be far is learned from calls."""
+    with link(2, "1gbit") as nodes:
+        found = on_ranks(2, trips, tmp_path, nodes=nodes)
+    assert found[0] == found[1] and all(0 < trip < 5 for trip in found[0]), found

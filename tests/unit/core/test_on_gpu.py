@@ -211,10 +211,13 @@ def test_a_coder_of_cpus_alone_is_refused_before_anything_is_sent(settings):
 
 
 def test_a_graph_captures_only_what_it_can_repeat(card):
+    """What is refused is refused before any call of a batch begins."""
+
     def body(communicator):
         calls, tensor = calls_of(communicator), values(communicator.rank, 10_000)
+        call = Call("all_reduce", tensor, tensor, parts=[ParameterSlice(None, tensor.numel())])
         with pytest.raises(UnsupportedError, match="can't be captured"):
-            begun(calls, tensor)
+            calls.decide(call)
 
     card.capturing = True
     play_communicators(2, AT_BOUND, body)
