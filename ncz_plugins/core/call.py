@@ -205,7 +205,6 @@ class Call:
         bypass: why the call goes plain; None if it is compressed.
         described: numbers that all ranks must have in common, see call_description.py; empty: nothing is compared.
             `run.enter` adds those that differ from call to call.
-        alike: what is known of the plans of calls with this signature, see planning.py.
 
     Set by `run.enter`:
         number: compressed calls of the ranks so far, with a compressed one included.
@@ -240,7 +239,6 @@ class Call:
     least_of_pieces: int | str = 0
     bypass: Bypass | None = None
     described: Mapping[str, int] = field(default_factory=dict)
-    alike: dict[int, NamedTuple] = field(default_factory=dict)
     number: int = 0
     plan: Plan | None = None
     counters: Counters | None = None

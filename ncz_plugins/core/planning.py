@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -139,64 +138,47 @@ def _layout_of_pieces(lengths: list[int], rank: int, frame_elements: int, overla
     return replace(others, lengths=tuple(lengths))
 
 
-class _Shape(NamedTuple):
-    """What sums with one signature and the same settings have in common, so that it is found out once: see `Plan`.
-
-    Attributes:
-        config: the settings, by whose identity this is found: comparing them takes longer than all of it.
-        start: the element of the layout that the output begins with.
-    """
-
-    config: Config
-    layout: Layout
-    start: int
-    schedule: Callable
-    divisor: float
-
-
-def _shape_of_sum(group: Group, call: Call, nodes: Nodes | None) -> _Shape:
-    n, name, start = group.world_size, _schedule_of(group, call, nodes), 0
-    schedule = _SCHEDULES[name]
-    if call.collective != "reduce_scatter_single":
-        exchanging, shares = (nodes.count, nodes.speakers) if nodes else (n, 1)
-        segments = segments_of_sum(call.input, name, exchanging, shares, call.config, group.on_gpu)
-        layout = layout_of_sum(call.input, segments, call.config, group.on_gpu)
-        move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
-    else:
-        layout, move = layout_of_parts(call.output, n, call.config, group.on_gpu), schedule.reduce_scatter
-        start = layout.segment(group.rank).start
-    divisor = n if call.op == dist.ReduceOp.AVG else 1
-    return _Shape(call.config, layout, start, move, divisor if call.scale == 1 else divisor / call.scale)
-
-
 def _sum(group: Group, call: Call, nodes: Nodes | None) -> Plan:
     """Of an all_reduce, a reduce or a reduce_scatter_single."""
-    shape = call.alike.get(id(call.config))
-    if shape is None:
-        shape = call.alike[id(call.config)] = _shape_of_sum(group, call, nodes)
-    source = _flat(call.input)
+    n, config = group.world_size, call.config
+    layout, start, schedule = _way_of_sum(group, call, nodes)
     feedback = None
-    if shape.config.quantizer.feeds_back:
+    if config.quantizer.feeds_back:
         feedback = Feedback(group.training.residuals, group.own_names(call.fed_back_parts))
     rotation = None
-    if shape.config.quantizer.rotates:
+    if config.quantizer.rotates:
         rotation = Rotation(group.training.rotations, group.own_names(call.parts), group.rank, group.ranks)
     # The guard compares what all ranks have. Of a reduce one rank has the result.
     verifies = call.collective != "reduce" and group.state.guard.picks(group.training.step)
+    source = _flat(call.input)
     return Plan(
-        shape.layout,
+        layout,
         source,
-        source if call.output is call.input else _flat(call.output, shape.start),
-        range(len(shape.layout.lengths)),
-        shape.schedule,
+        source if call.output is call.input else _flat(call.output, start),
+        range(len(layout.lengths)),
+        schedule,
         number=call.number,
-        addends=group.world_size,
+        addends=n,
         addend=group.rank,
-        divisor=shape.divisor,
+        divisor=(n if call.op == dist.ReduceOp.AVG else 1) / call.scale,
         feedback=feedback,
         rotation=rotation,
         verify_as=(named(call.parts) or "") if verifies else None,
     )
+
+
+def _way_of_sum(group: Group, call: Call, nodes: Nodes | None) -> tuple[Layout, int, Callable]:
+    """The layout of a sum, the element of it that the output begins with, and the schedule."""
+    config, name = call.config, _schedule_of(group, call, nodes)
+    schedule = _SCHEDULES[name]
+    if call.collective == "reduce_scatter_single":
+        layout = layout_of_parts(call.output, group.world_size, config, group.on_gpu)
+        return layout, layout.segment(group.rank).start, schedule.reduce_scatter
+    exchanging, shares = (nodes.count, nodes.speakers) if nodes else (group.world_size, 1)
+    segments = segments_of_sum(call.input, name, exchanging, shares, config, group.on_gpu)
+    layout = layout_of_sum(call.input, segments, config, group.on_gpu)
+    move = partial(schedule.reduce, root=call.root) if call.collective == "reduce" else schedule.all_reduce
+    return layout, 0, move
 
 
 def _schedule_of(group: Group, call: Call, nodes: Nodes | None) -> str:

@@ -79,13 +79,11 @@ class _Decision(NamedTuple):
         config: their settings, before policies.
         bypass: why they go plain; None: it depends on their parts.
         described: what ranks compare of each of them, see `signature_described`.
-        alike: what their plans have in common, by their settings: see planning.py.
     """
 
     config: Config
     bypass: Bypass | None
     described: Mapping[str, int]
-    alike: dict[int, NamedTuple]
 
 
 def decide(group: Group, call: Call) -> None:
@@ -96,7 +94,7 @@ def decide(group: Group, call: Call) -> None:
     """
     require_kernels(call.input.device)
     call.copy_strided()
-    call.config, call.bypass, call.described, call.alike = _decision(group, call)
+    call.config, call.bypass, call.described = _decision(group, call)
     if call.bypass:
         return
 
@@ -157,7 +155,7 @@ def _decision(group: Group, call: Call) -> _Decision:
         bypass = by_size(nbytes, config, group.on_gpu, group.world_size, around_ring)
     if len(group.decisions) >= _MOST_SIGNATURES:
         group.decisions.clear()
-    found = group.decisions[key] = _Decision(config, bypass, signature_described(call), {})
+    found = group.decisions[key] = _Decision(config, bypass, signature_described(call))
     return found
 
 
