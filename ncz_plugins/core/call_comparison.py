@@ -18,9 +18,9 @@ from .call import Call
 from .call_description import pieces_described, require_same, require_same_pieces
 from .codec.pieces import PiecesCodec
 from .runtime.statistics import Counters
+from .transport.agreements import MAX_BYTES_WITH_COMPARISON
 from .transport.base import Transport
 from .transport.comparison import RankComparison
-from .transport.connections import MAX_BYTES_WITH_COMPARISON
 from .transport.small import borrowed_memory
 
 _ROW_BYTES = 8  # of a number of rows

@@ -11,7 +11,8 @@ The interface, and its implementations:
 Connections:
 
 - addresses.py: the address by which other ranks reach this host.
-- connections.py: the connections between the ranks of one group, and agreements over them.
+- connections.py: the connections between the ranks of one group.
+- agreements.py: how ranks find a maximum over these, and compare what they are about to do.
 - descriptors.py: whether this process may open enough file descriptors.
 - endpoint.py: where a rank listens, and how ranks connect and say why they give up.
 - handshake.py: how ranks meet, and the comparison of their configurations.

@@ -18,9 +18,10 @@ from torch import Tensor
 from ...kernels.format import HEADER_BYTES
 from ..runtime.statistics import Counters
 from ..runtime.trace import record, span
+from .agreements import most_with_comparison
 from .base import FrameStream, Tag, Transport, Work, frames_of, peer_errors
 from .comparison import RankComparison
-from .connections import Connections, most_with_comparison
+from .connections import Connections
 from .mesh_stream import MeshStream
 from .plain import TorchCollectives
 from .small import Exchanges, SmallCollectives, SmallMessages

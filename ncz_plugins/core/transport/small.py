@@ -24,9 +24,10 @@ from ...kernels.format import COMBINED_DTYPES, Combination
 from ...kernels.scratch import Scratch
 from ..runtime.statistics import Counters
 from ..runtime.trace import span
+from .agreements import MAX_BYTES_WITH_COMPARISON, gather, require_received
 from .base import GeneratorWork, Work
 from .comparison import RankComparison, place_of
-from .connections import MAX_BYTES_WITH_COMPARISON, Connections, gather, require_received
+from .connections import Connections
 from .mesh import Memory
 
 # A larger all-reduce of more than 2 ranks takes two rounds, in which each rank sends fewer bytes.

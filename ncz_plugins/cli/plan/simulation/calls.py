@@ -16,7 +16,7 @@ from ....core.planning import layout_of_parts, layout_of_sum, segments_of_sum
 from ....core.runtime.statistics import Counters
 from ....core.schedules import direct, halving, ring
 from ....core.schedules.choice import schedule_for
-from ....core.transport.connections import WayToAgree, distances, most_with_comparison, way_to_agree
+from ....core.transport.agreements import WayToAgree, distances, most_with_comparison, way_to_agree
 from ....core.transport.mesh import connects_all
 from .codec import TimedCodec
 from .costs import Costs

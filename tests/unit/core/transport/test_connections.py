@@ -20,14 +20,9 @@ from ncz_plugins.core.errors import FrameError, PeerError
 from ncz_plugins.core.runtime.device import Host
 from ncz_plugins.core.runtime.statistics import Counters
 from ncz_plugins.core.transport import mesh
+from ncz_plugins.core.transport.agreements import MAX_BYTES_WITH_COMPARISON, distances, memory_of
 from ncz_plugins.core.transport.comparison import Extremes, RankComparison
-from ncz_plugins.core.transport.connections import (
-    MAX_BYTES_WITH_COMPARISON,
-    Connections,
-    distances,
-    memory_of,
-    timeout_of,
-)
+from ncz_plugins.core.transport.connections import Connections, timeout_of
 from ncz_plugins.core.transport.gloo import GlooTransport
 from ncz_plugins.core.transport.routes import Routes
 from ncz_plugins.kernels.format import HEADER, HEADER_BYTES, MAGIC

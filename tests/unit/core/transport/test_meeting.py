@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import NczError, PeerError
 from ncz_plugins.core.transport import mesh
-from ncz_plugins.core.transport.connections import Connections, neighbors_of
+from ncz_plugins.core.transport.agreements import neighbors_of
+from ncz_plugins.core.transport.connections import Connections
 from ncz_plugins.core.transport.endpoint import Endpoint
 from ncz_plugins.core.transport.handshake import children_of, compare_ranks, require_all_able
 from ncz_plugins.core.transport.topology import find_places
