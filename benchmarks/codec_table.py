@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import data
+from benchmarks import data, pictures
 from benchmarks.codec import machine
 from benchmarks.compressors import LIBRARIES, compare, missing
 from benchmarks.weights import put_into
 from ncz_plugins import kernels
-from ncz_plugins.cli.codec import speed
+from ncz_plugins.cli.codec import plot, speed
 from ncz_plugins.cli.codec.round_trip import RoundTrip, codes_of, round_trip
 from ncz_plugins.core.codec.tensor_codec import QuantizingCodec
 from ncz_plugins.core.config import Config
@@ -44,6 +44,7 @@ MARKDOWN, MARKS = ROOT / "docs" / "results" / "codec.md", ("<!-- figures -->", "
 KERNELS_MARKS = "<!-- kernels -->", "<!-- end of kernels -->"
 NOTEBOOK = ROOT / "docs" / "notebook" / "codec.md"
 RESULTS = ROOT / "benchmarks" / "results" / "codec-data.json"
+CURVES, CURVES_OF = ROOT / "benchmarks" / "results" / "codec-bounds.json", "gradients-step-200"  # of the picture
 KERNELS = ROOT / "benchmarks" / "results" / "codec-cpu.json"  # by benchmarks/codec.py
 
 QUANTIZERS: dict[str, dict[str, Any]] = {  # name of a bound in the tables: settings
@@ -357,7 +358,15 @@ def main() -> None:
     if options.write:
         report = {"command": shlex.join(["python", "-m", "benchmarks.codec_table", *sys.argv[1:]])} | about
         RESULTS.write_text(json.dumps(report | {"rows": rows}, indent=1) + "\n")
+        write_curves()
         write_pages()
+
+
+def write_curves() -> None:
+    """Measure and draw ratios against bounds."""
+    found = plot.measure(data.load(CURVES_OF), Config())
+    CURVES.write_text(json.dumps({"data": CURVES_OF, **found}, indent=1) + "\n")
+    pictures.redraw("codec")
 
 
 def _short(path: Path) -> str:

@@ -28,17 +28,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import pictures
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import Node, bits_per_second, link
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.picture import BLACK, finish, new_figure, save_figure
+from ncz_plugins.cli.picture import COLORS, finish, ink, new_figure, save_figure
 from ncz_plugins.core.errors import NczError
 from ncz_plugins.version import __version__
 
@@ -47,15 +50,6 @@ EXAMPLES = ROOT / "examples"
 RANKS = 2
 WARMUP = 3  # steps at the start of each run that are not counted: they connect, allocate and compile
 LAST_STEPS = 5  # the final training loss is the mean over this many steps
-COLORS = {
-    "plain": "#7f7f7f",
-    "bf16": "#edae49",
-    "fp16": "#edae49",
-    "fp8": "#00798c",
-    "powersgd": "#66a182",
-    "ncclz": "#d1495b",
-    "weights too": "#8f2d56",
-}
 
 
 @dataclass
@@ -358,7 +352,7 @@ def document(found: list[Runs], arguments: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any]) -> Figure:
     """Seconds and bytes of a step as bars, a group for each framework; dots are single steps.
 
     Args:
@@ -372,7 +366,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         labels[y] = f"{row['framework']}: plain" if first else row["name"]
         color = COLORS[row["name"]]
         times.barh(y, row["step_seconds"], color=color)
-        times.plot(row["seconds"], [y] * len(row["seconds"]), ".", color=BLACK, alpha=0.3, markersize=4)
+        times.plot(row["seconds"], [y] * len(row["seconds"]), ".", color=ink(), alpha=0.3, markersize=4)
         words = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
         times.annotate(f"{row['speed_up']:.2f} x", (0, y), color="white", weight="bold", **words)
         sent, gradients = row["bytes_per_step"] / 1e6, row["gradient_bytes_per_step"] / 1e6
@@ -388,13 +382,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.grid(visible=False, axis="y")
     finish(times, f"time of a step, {results['ranks']} nodes at {results['link']}")
     finish(traffic, "sent per step and node: gradients + all else (pale)")
-    save_figure("--output", path, figure)
+    return figure
 
 
 def main() -> int:
     arguments = parse_arguments()
     numbers = (arguments.output or ROOT / "benchmarks" / "results") / "end-to-end.json"
-    picture = (arguments.output or ROOT / "docs" / "images") / "end-to-end.png"
+    picture = (arguments.output or pictures.IMAGES) / "end-to-end.png"
     console = Console()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -409,7 +403,10 @@ def main() -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     results = document(found, arguments)
     numbers.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, picture)
+    if arguments.output:
+        save_figure("--output", picture, partial(draw, results))
+    else:
+        pictures.redraw("end-to-end")
     console.print(table(found, arguments))
     console.print(f"Figures: {numbers}\nPicture: {picture}", soft_wrap=True)
     return 0

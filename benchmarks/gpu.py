@@ -292,9 +292,8 @@ def run_all(found: list[Stage], out: Path, report: dict, seconds: float) -> None
 
 def calls_of(report: dict) -> list[dict]:
     """The rows of all calls, see gpu_ranks.py."""
-    return [
-        row for name, stage in report["stages"].items() if name.startswith("calls") for row in stage.get("figures", [])
-    ]
+    stages = [stage for name, stage in report["stages"].items() if name.startswith(("calls", "NCCL"))]  # NCCL: before
+    return [row for stage in stages for row in stage.get("figures", [])]
 
 
 def calls_table(rows: list[dict]) -> Table:
@@ -325,28 +324,40 @@ def summary(report: dict) -> Table:
     return table
 
 
-def draw(rows: list[dict], file: Path) -> None:
-    """A picture of the speed-ups over plain NCCL against the size, if matplotlib is installed.
-
-    Args:
-        rows: what gpu_ranks.py found.
-    """
+def save(report: dict, file: Path) -> None:
+    """Draw the picture, if matplotlib is installed."""
     try:
-        from ncz_plugins.cli.picture import finish, new_figure, save_figure
+        from ncz_plugins.cli.picture import save_figure
     except ImportError:
         print(f"{file.name} needs matplotlib: pip install matplotlib")
-        return
+    else:
+        save_figure("--out", file, lambda: draw(report))
 
+
+def draw(report: dict):
+    """A figure of the speed-ups over plain NCCL against the size."""
+    from ncz_plugins.cli.picture import COLORS, OTHERS, finish, ink, logarithmic, new_figure
+
+    # Other ways of ours have the same colour as what they are a way of.
+    ours, bits = COLORS["default"], COLORS["bits"]
+    styles = {"always": (ours, "--"), "bits in a graph": (bits, "--"), "same bytes": (ink(), ":")}
+    rows = calls_of(report)
     kinds = list(dict.fromkeys((row["ranks"], row["dtype"]) for row in rows))
-    figure, panels = new_figure(len(kinds))
+    figure, panels = new_figure(len(kinds), height=2.35, share_x=True)
     for axes, kind in zip(panels, kinds):
         mine = [row for row in rows if (row["ranks"], row["dtype"]) == kind]
         for contender in dict.fromkeys(row["contender"] for row in mine):
             points = [(row["mib"], row["speed_up"]) for row in mine if row["contender"] == contender]
-            axes.plot(*zip(*points), marker="o", label=contender)
-        axes.set(xscale="log", xlabel="MiB", ylabel="speed-up over plain NCCL")
-        finish(axes, f"{kind[0]} ranks, {kind[1]}")
-    save_figure("--out", file, figure)
+            color, line = styles.get(contender) or (COLORS.get(contender, OTHERS[1]), "-")
+            label = contender if axes is panels[0] else None
+            axes.plot(*zip(*points), line, color=color, marker="o", markersize=5, label=label)
+        axes.set_ylim(bottom=0)
+        finish(axes, f"speed-up over plain NCCL, {kind[0]} ranks, {kind[1]}")
+    logarithmic(panels[-1].xaxis)
+    panels[-1].set_xlabel("MiB")
+    sizes = sorted({row["mib"] for row in rows})
+    panels[-1].set_xticks(sizes, [f"{mib:g}" for mib in sizes])
+    return figure
 
 
 def main():
@@ -375,7 +386,7 @@ def main():
         rows = [] if arguments.dry else calls_of(report)
         if rows:
             Console().print(calls_table(rows))
-            draw(rows, folder.parent / "gpu.png")
+            save(report, folder.parent / "gpu.png")
         Console().print(summary(report))
     if any(stage["outcome"] not in ("passed", LACKS) for stage in report["stages"].values()):
         sys.exit(1)

@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy.optimize import least_squares
 
-from benchmarks import end_to_end
+from benchmarks import end_to_end, pictures
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import UNLIMITED, burst_bytes, link
 from benchmarks.weights import put_into
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.picture import finish, in_seconds, logarithmic, new_figure, save_figure
+from ncz_plugins.cli.picture import BLUE, COLORS, GRAY, RED, finish, in_seconds, ink, logarithmic, new_figure, pale
 from ncz_plugins.cli.plan.catalogue import load
 from ncz_plugins.cli.plan.simulation import calls
 from ncz_plugins.cli.plan.simulation.calls import Group
@@ -51,8 +52,6 @@ NUMBERS = ROOT / "benchmarks" / "results" / "plan.json"
 RANKS_NUMBERS = ROOT / "benchmarks" / "results" / "plan-ranks.json"
 PAGE, MARKS = ROOT / "docs" / "results" / "planning.md", ("<!-- figures -->", "<!-- end of figures -->")
 RANKS_MARKS = "<!-- ranks -->", "<!-- end of ranks -->"
-PICTURE = ROOT / "docs" / "images" / "plan.png"
-RANKS_PICTURE = ROOT / "docs" / "images" / "plan-ranks.png"
 
 CORES = 2  # of the machine that was measured
 GBPS = {"100mbit": 0.1, "200mbit": 0.2, "1gbit": 1.0, "10gbit": 10.0, "unlimited": 1000.0}
@@ -78,7 +77,7 @@ _SIMULATED_GBPS, _SIMULATED_LATENCY, _NODE = 10.0, 50e-6, 8
 _RACK, _RANKS = 32, (2, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 _SHOWN_RANKS = 64, 4096, 16384
 _MOST_UNEVEN_RANKS = {"direct": 1024, "ring": 4096, "plain": 4096}
-_COLORS = {"plain": "0.5", "ring": "tab:blue", "direct": "tab:red", "halving": "tab:purple", "hierarchy": "tab:green"}
+_SCHEDULES = "plain", "ring", "direct", "halving", "hierarchy"
 
 
 class Cell(NamedTuple):
@@ -227,7 +226,7 @@ def validate() -> None:
     }  # fmt: skip
     NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
     put_into(PAGE, figures(document), MARKS)
-    _draw(compared, steps)
+    pictures.redraw("plan")
     _print(document)
 
 
@@ -318,24 +317,32 @@ def figures(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _draw(compared: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+def draw(document: dict[str, Any]) -> Figure:
+    """Predicted times against measured ones."""
     figure, [axes] = new_figure(1, height=5.6)
+    new = [each for each in document["calls"] if not each["fitted"]]
     groups = {
-        "plain": [each for each in compared if each["peer"] == "plain" and not each["fitted"]],
-        "compressed": [each for each in compared if each["peer"] == "ncz" and not each["fitted"]],
-        "fitted to": [each for each in compared if each["fitted"]],
-        "training steps": steps,
+        "plain": ([each for each in new if each["peer"] == "plain"], {"color": GRAY, "marker": "o"}),
+        "compressed": ([each for each in new if each["peer"] == "ncz"], {"color": BLUE, "marker": "o"}),
+        "fitted to": (
+            [each for each in document["calls"] if each["fitted"]],
+            {"color": GRAY, "marker": ".", "zorder": 1, "alpha": 0.5},
+        ),
+        "training steps": (document["steps"], {"color": RED, "marker": "s"}),
     }
-    for (name, group), color, marker in zip(groups.items(), ("0.5", "tab:blue", "0.85", "tab:red"), "oo.s"):
+    for name, (group, style) in groups.items():
         points = [(each["seconds"], each["predicted"]) for each in group]
         if points:
-            axes.loglog(*zip(*points), marker, color=color, markersize=4, label=name, zorder=1 if marker == "." else 2)
+            axes.plot(*zip(*points), linestyle="", markersize=4, label=name, **{"zorder": 2, **style})
+    for axis in (axes.xaxis, axes.yaxis):
+        logarithmic(axis)
+        in_seconds(axis)
     ends = np.array(axes.get_xlim())
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="0.9", zorder=0, label="10 %")
-    axes.set(xlabel="measured, seconds", ylabel="predicted, seconds")
+    axes.plot(ends, ends, color=ink(), linewidth=0.8)
+    axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color=pale(), zorder=0, label="10 %")
+    axes.set(xlabel="measured", ylabel="predicted", xlim=ends)
     finish(axes, "predicted and measured times")
-    save_figure("PICTURE", PICTURE, figure)
+    return figure
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -383,6 +390,8 @@ CASES = (
     Case("one rank 0.1 s late", (MiB,), late=0.1),
     Case("racks 4 x oversubscribed", (MiB, 256 * MiB), oversubscription=4.0),
 )
+# What the picture shows: a case each, and of an even fleet a small tensor as well.
+DRAWN = ((CASES[0].name, MiB), *((case.name, case.sizes[-1]) for case in CASES))
 
 
 def simulate() -> None:
@@ -391,7 +400,7 @@ def simulate() -> None:
     gc.disable()  # looking for cycles among millions of messages takes a tenth of the time
     for case in CASES:
         for nbytes in case.sizes:
-            for schedule in _COLORS:
+            for schedule in _SCHEDULES:
                 for ranks in case.ranks(schedule):
                     seconds = _simulated(costs, schedule, ranks, nbytes, case)
                     found.append({"nbytes": nbytes, "case": case.name, "ranks": ranks, "schedule": schedule,
@@ -407,7 +416,7 @@ def simulate() -> None:
         "calls": found,
     }
     RANKS_NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
-    _draw_ranks(found)
+    pictures.redraw("plan-ranks")
     put_into(PAGE, table_of_ranks(found), RANKS_MARKS)
 
 
@@ -429,34 +438,34 @@ def _simulated(costs: Costs, schedule: str, ranks: int, nbytes: int, case: Case)
 def table_of_ranks(found: list[dict[str, Any]]) -> str:
     """Milliseconds of each schedule, by case, size and some numbers of ranks."""
     seconds = {(each["case"], each["nbytes"], each["ranks"], each["schedule"]): each["seconds"] for each in found}
-    lines = [f"| | ranks | {' | '.join(_COLORS)} |", "|---" * (2 + len(_COLORS)) + "|"]
+    lines = [f"| | ranks | {' | '.join(_SCHEDULES)} |", "|---" * (2 + len(_SCHEDULES)) + "|"]
     for case in CASES:
         for nbytes in case.sizes:
             for ranks in _SHOWN_RANKS:
-                cells = [seconds.get((case.name, nbytes, ranks, schedule)) for schedule in _COLORS]
+                cells = [seconds.get((case.name, nbytes, ranks, schedule)) for schedule in _SCHEDULES]
                 shown = ["" if each is None else f"{1e3 * each:,.0f} ms" for each in cells]
                 lines.append(f"| {format_size(nbytes)}, {case.name} | {ranks:,} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def _draw_ranks(found: list[dict[str, Any]]) -> None:
-    panels = [(case, nbytes) for case in CASES for nbytes in case.sizes]
-    figure, axes_of = new_figure(len(panels), height=2.2)
-    for axes, (case, nbytes) in zip(axes_of, panels):
-        for schedule, color in _COLORS.items():
+def draw_ranks(document: dict[str, Any]) -> Figure:
+    """Seconds against the number of ranks, of the sizes that differ most."""
+    figure, panels = new_figure(len(DRAWN), height=1.9, share_x=True)
+    for axes, (name, nbytes) in zip(panels, DRAWN):
+        for schedule in _SCHEDULES:
             points = [
                 (each["ranks"], each["seconds"])
-                for each in found
-                if (each["nbytes"], each["case"], each["schedule"]) == (nbytes, case.name, schedule)
+                for each in document["calls"]
+                if (each["nbytes"], each["case"], each["schedule"]) == (nbytes, name, schedule)
             ]
-            label = schedule if axes is axes_of[0] else None
-            axes.plot(*zip(*points), marker="o", markersize=3, color=color, label=label)
-        axes.set_xlabel("ranks")
-        logarithmic(axes.xaxis)
+            label = schedule if axes is panels[0] else None
+            axes.plot(*zip(*points), marker="o", markersize=3, color=COLORS[schedule], label=label)
         logarithmic(axes.yaxis)
         in_seconds(axes.yaxis)
-        finish(axes, f"{format_size(nbytes)}, {case.name}", columns=5)
-    save_figure("RANKS_PICTURE", RANKS_PICTURE, figure)
+        finish(axes, f"{format_size(nbytes)}, {name}", columns=5)
+    logarithmic(panels[-1].xaxis)
+    panels[-1].set_xlabel("ranks")
+    return figure
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import codec_table, gains, performance
+from benchmarks import codec_table, gains, performance, pictures
 from ncz_plugins.cli.output import add_row, table, unbroken_console
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+RESULTS = ROOT / "benchmarks" / "results"
 PERF = "-m benchmarks.laboratory.perf"
 DEFAULT = "--link 100mbit,1gbit,10gbit,unlimited --sizes 16K:64M:4 --peers none --json"
 EXCHANGE = "--sizes 1M,16M,64M --link 100mbit,1gbit,unlimited --peers fp16,fp8 --data activation --json"
@@ -110,15 +110,12 @@ def run(name: str, job: Job) -> None:
         printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
         (RESULTS / f"{name}.json").write_bytes(printed)
         return
-    kept = RESULTS / "end-to-end.json", IMAGES / "end-to-end.png"
-    before = [path.read_bytes() for path in kept]
+    kept = RESULTS / "end-to-end.json"
+    before = kept.read_bytes()
     subprocess.run(command, cwd=ROOT, check=True)
     if name.startswith("end-to-end-"):
-        shutil.copy(kept[0], RESULTS / f"{name}.json")
-        if (picture := IMAGES / f"{name}.png").exists():
-            shutil.copy(kept[1], picture)
-        for path, content in zip(kept, before):
-            path.write_bytes(content)
+        shutil.copy(kept, RESULTS / f"{name}.json")
+        kept.write_bytes(before)
 
 
 def age(name: str) -> tuple[str, str, str]:
@@ -160,6 +157,7 @@ def main() -> int:
     gains.main()
     performance.main()
     codec_table.write_pages()
+    pictures.redraw(*pictures.drawable())
     console.print(git("diff", "--stat", "--", "docs", "benchmarks/results"), highlight=False)
     if failed:
         console.print(f"error: not measured: {', '.join(failed)}")

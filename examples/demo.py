@@ -22,13 +22,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from network import SLOW_MBITS, can_limit_connections
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ncz_plugins.cli.perf.launch import free_port
-from ncz_plugins.cli.picture import BLUE, GRAY, finish, new_figure, save_figure
+from ncz_plugins.cli.picture import COLORS, finish, new_figure, save_figure
 from ncz_plugins.version import __version__
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -278,27 +279,33 @@ def table(plain: dict, ncclz: dict, arguments) -> Table:
     return result
 
 
-def draw(runs: list[Run], path: Path):
-    """Bars of a step's time behind the slow link, if there was one, and of its bytes; both loss curves."""
-    summaries = [run.summary() for run in runs]
+def draw(document: dict) -> Figure:
+    """Bars of a step's time behind the slow link, if there was one, and of its bytes; both loss curves.
+
+    Args:
+        document: what demo.json holds.
+    """
+    runs = document["runs"]
     bars = [("gradient bytes of a step, all ranks", "interface_bytes_per_step", 1e6, "MB")]
-    if runs[0].slow:
+    if runs["plain"]["summary"]["slow_step_seconds"]:
         bars.insert(0, (f"time of a step at {SLOW_MBITS} Mbit/s", "slow_step_seconds", 1, "s"))
     figure, (*panels, losses) = new_figure(len(bars) + 1, height=1.9)
     losses.get_gridspec().set_height_ratios([1] * len(bars) + [2])
     for axes, (title, key, unit, name) in zip(panels, bars):
-        drawn = axes.barh([run.name for run in runs], [each[key] / unit for each in summaries], color=(GRAY, BLUE))
+        values = [run["summary"][key] / unit for run in runs.values()]
+        drawn = axes.barh(list(runs), values, color=[COLORS[run] for run in runs])
         axes.bar_label(drawn, fmt=f"{{:.2f}} {name}", padding=4)
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.grid(visible=False)
         axes.xaxis.set_visible(False)
         finish(axes, title)
-    for run, style in zip(runs, ({"color": GRAY, "linewidth": 4}, {"color": BLUE, "linewidth": 1.4})):
-        losses.plot([step + 1 for step in run.series("step")], run.series("loss"), label=run.name, **style)
+    for (name, run), width in zip(runs.items(), (4, 1.4)):
+        steps, values = zip(*((record["step"] + 1, record["loss"]) for record in run["steps"]))
+        losses.plot(steps, values, label=name, color=COLORS[name], linewidth=width)
     losses.set(xlabel="step", ylabel="nats per byte")
     finish(losses, "training loss")
-    save_figure("--output", path, figure)
+    return figure
 
 
 def versions() -> dict:
@@ -315,7 +322,6 @@ def versions() -> dict:
 def report(plain: Run, ncclz: Run, arguments, why_not_slow: str):
     summaries = {run.name: run.summary() for run in (plain, ncclz)}
     picture, numbers = arguments.output / "demo.png", arguments.output / "demo.json"
-    draw([plain, ncclz], picture)
     details = {
         run.name: {
             "command": shlex.join([*(f"{key}={value}" for key, value in run.environment.items()), *run.command]),
@@ -325,7 +331,9 @@ def report(plain: Run, ncclz: Run, arguments, why_not_slow: str):
         }
         for run in (plain, ncclz)
     }
-    numbers.write_text(json.dumps({"versions": versions(), "runs": details}, indent=1) + "\n")
+    document = {"versions": versions(), "runs": details}
+    numbers.write_text(json.dumps(document, indent=1) + "\n")
+    save_figure("--output", picture, lambda: draw(document))
 
     console.print(table(summaries["plain"], summaries["ncclz"], arguments))
     if why_not_slow:

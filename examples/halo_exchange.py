@@ -8,6 +8,7 @@ the program says so and fails. docs/guides/science.md says why they can't, and w
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -22,6 +23,7 @@ from torch import Tensor
 from ncz_plugins import Communicator
 
 SHARE_OF_NEIGHBORS = 0.8  # of a cell's next temperature; with at most 1 the step is a mean, and stable
+MOST_KEPT = 128  # cells along each edge of what is written as JSON
 SPOTS = 40  # hot discs at the beginning, of temperatures from 0 to 1
 
 
@@ -35,6 +37,7 @@ def parse_arguments():
     parser.add_argument("--bound", type=float, help="of one exchange; by default what the budget allows")
     parser.add_argument("--min-bytes", type=int, help="smaller messages go plain; by default what gains on the link")
     parser.add_argument("--picture", metavar="FILE", help="draw the field and its error (needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help=f"write what the picture shows, at most {MOST_KEPT} cells wide")
     arguments, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
     if min(arguments.steps, arguments.depth) < 1 or arguments.size < ranks:
         parser.error("--steps and --depth must be at least 1, and --size at least the number of ranks")
@@ -218,25 +221,48 @@ def whole(part: Part, field: Tensor, size: int) -> Tensor:
     return plate
 
 
-def draw(path: str, field: Tensor, error: Tensor, arguments) -> None:
-    """Both below each other, with the borders between ranks."""
-    import matplotlib
+def keep(arguments, field: Tensor, error: Tensor) -> None:
+    """Draw the two, and write them as JSON, as asked for."""
+    about = {"steps": arguments.steps, "budget": arguments.budget, "ranks": dist.get_world_size()}
+    if arguments.picture:
+        from ncz_plugins.cli.picture import save_figure  # imports matplotlib
 
-    matplotlib.use("Agg")  # draws into files; needs no display
-    import matplotlib.pyplot as plt
+        save_figure("--picture", arguments.picture, lambda: draw(about | {"field": field, "error": error}))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(about | {"field": coarse(field), "error": coarse(error)}, file)
+            file.write("\n")
 
-    figure, (left, right) = plt.subplots(2, 1, figsize=(6.4, 10.4), layout="constrained")
-    largest = error.abs().max().item() or 1.0
-    shown = left.imshow(field, cmap="inferno"), right.imshow(error, cmap="RdBu_r", vmin=-largest, vmax=largest)
-    left.set_title(f"Temperature after {arguments.steps:,} steps")
-    right.set_title(f"Compressed minus plain, of a budget of {arguments.budget:g}")
-    for axes, image, color in zip((left, right), shown, ("white", "gray")):
-        figure.colorbar(image, ax=axes, shrink=0.9)
+
+def coarse(field: Tensor) -> list[list[float]]:
+    """Means over squares of cells, each of three digits."""
+    cells = min(MOST_KEPT, len(field))
+    means = torch.nn.functional.adaptive_avg_pool2d(field[None], cells)[0]
+    return [[float(f"{value:.3g}") for value in row] for row in means.tolist()]
+
+
+def draw(document: dict):
+    """A figure of both below each other, with the borders between ranks."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
+
+    from ncz_plugins.cli.picture import BLUE, RED, new_figure, paper
+
+    figure, panels = new_figure(2, height=4.8)
+    field, error = (torch.as_tensor(document[key]) for key in ("field", "error"))
+    largest = 1e6 * error.abs().max().item() or 1.0
+    signed = LinearSegmentedColormap.from_list("signed", (BLUE, paper(), RED))
+    shown = (field, {"cmap": "inferno"}), (1e6 * error, {"cmap": signed, "vmin": -largest, "vmax": largest})
+    titles = f"temperature after {document['steps']:,} steps", "compressed minus plain, in millionths"
+    for axes, (values, style), title, color in zip(panels, shown, titles, ("white", "gray")):
+        figure.colorbar(axes.imshow(values, **style), ax=axes, shrink=0.9).outline.set_visible(False)
+        axes.set_title(title, loc="left")
         axes.set(xticks=[], yticks=[])
-        for region in regions_of(dist.get_world_size(), arguments.size):
-            corner, sizes = (region.left, region.top), (region.right - region.left, region.bottom - region.top)
-            axes.add_patch(plt.Rectangle(corner, *sizes, fill=False, color=color, linewidth=0.6, linestyle=":"))
-    figure.savefig(path, dpi=150)
+        for region in regions_of(document["ranks"], len(field)):
+            corner = region.left - 0.5, region.top - 0.5
+            sizes = region.right - region.left, region.bottom - region.top
+            axes.add_patch(Rectangle(corner, *sizes, fill=False, color=color, linewidth=0.8, linestyle=":"))
+    return figure
 
 
 def report(arguments, bound: float, error: float, plain: Course, compressed: Course, total) -> None:
@@ -275,11 +301,11 @@ def main() -> int:
 
     error = largest_error(plain, compressed)
     report(arguments, bound, error, *courses, total)
-    if arguments.picture:
+    if arguments.picture or arguments.json:
         field = whole(compressed, compressed.own_field, size)
         difference = whole(compressed, compressed.own_field - plain.own_field, size)
         if dist.get_rank() == 0:
-            draw(arguments.picture, field, difference, arguments)
+            keep(arguments, field, difference)
     is_within = error <= arguments.budget
     if not is_within and dist.get_rank() == 0:
         print(f"The field is off by {error:.3g}, more than the budget of {arguments.budget:g}.", file=sys.stderr)

@@ -26,8 +26,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from optimizers import optimizers, rate
-from outcome import interval, put_into
+from outcome import interval, put_into, redraw
 from rich.console import Console
 from rich.table import Table
 from simulated_experts import BALANCE, ExpertsGPT, Link, Links, Way
@@ -37,13 +38,12 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training import LAST
 
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
+from ncz_plugins.cli.picture import BLUE, BROWN, GREEN, ORANGE, PURPLE, RED, TEAL, finish, logarithmic, new_figure
 from ncz_plugins.core.config import Config
 from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ROOT / "benchmarks" / "results" / "activations.json"
-PICTURE = ROOT / "docs" / "images" / "activations.png"
 RESULTS, MARK = ROOT / "docs" / "results" / "convergence.md", "<!-- activations -->"
 NOTEBOOK = ROOT / "docs" / "notebook" / "convergence.md"
 KEPT, KEPT_LOOKS = (ROOT / "results" / name for name in ("activations.jsonl", "activations-looks.jsonl"))
@@ -305,14 +305,15 @@ def trained(found: list[Outcome]) -> list[Outcome]:
 # ------------------------------------------------------------------ as a picture
 
 
-def draw(found: list[Outcome]) -> None:
+def draw(document: dict[str, Any]) -> Figure:
     """Against bits: the gradient's error, what is added at fixed weights, and what a training adds."""
+    found = outcomes(read(document["runs"]), read(document["looks"]))
     figure, panels = new_figure(3)
     whole = [each for each in found if each.job.of == "both" and PLAIN not in each.job[:2]]
     for label, (color, some) in series(whole).items():
-        given = {"color": color, "label": label, "marker": "o", "lw": 0 if label == "casts" else 1}
+        given = {"color": color, "marker": "o", "lw": 0 if label == "casts" else 1}
         bits = [each.bits for each in some]
-        panels[0].plot(bits, [100 * each.mean("gradient_error") for each in some], **given)
+        panels[0].plot(bits, [100 * each.mean("gradient_error") for each in some], label=label, **given)
         panels[1].plot(bits, [100 * each.mean("added") for each in some], **given)
         several = trained(some)
         added = [100 * fmean(each.added) for each in several], [100 * interval(each.added) for each in several]
@@ -320,8 +321,8 @@ def draw(found: list[Outcome]) -> None:
         for each in some if label == "casts" else ():
             if each.job.forward != NUDGED:
                 place = each.bits, 100 * each.mean("gradient_error")
-                panels[0].annotate(each.job.describe(), place, (4, 5), textcoords="offset points", size=8, rotation=30)
-    panels[0].set(yscale="log")
+                panels[0].annotate(each.job.describe(), place, (4, 5), textcoords="offset points", rotation=30)
+    logarithmic(panels[0].yaxis)
     panels[0].set_ylim(bottom=0.3)  # a nudge makes far less
     for panel in panels[1:]:
         panel.axhspan(-HARMLESS, HARMLESS, color=GREEN, alpha=0.2, lw=0)
@@ -330,19 +331,19 @@ def draw(found: list[Outcome]) -> None:
         panel.set(xlabel="bits per value", ylabel="%", xscale="log")
         panel.set_xticks(ticks := (2, 3, 4, 6, 8, 16, 32), map(str, ticks))
         panel.minorticks_off()
-        finish(panel, title)
-    save_figure("PICTURE", PICTURE, figure)
+        finish(panel, title, columns=2)
+    return figure
 
 
 def series(found: list[Outcome]) -> dict[str, tuple[str, list[Outcome]]]:
     """Outcomes by how they round, each with a color."""
     ways = {
-        "to the nearest, rms": ("#d1495b", [*NEAREST.values(), DEFAULT]),
-        "at random, rms": ("#2e86ab", AT_RANDOM.values()),
-        "to the nearest, rel": ("#edae49", REL),
-        "fixed rate, nearest": ("#8f5ea2", RATES["error_bound"]),
-        "fixed rate, at random": ("#c9a9d6", RATES["stochastic"]),
-        "casts": ("#7f7f7f", [way for way, _ in CASTS]),
+        "to the nearest, rms": (BLUE, [*NEAREST.values(), DEFAULT]),
+        "at random, rms": (TEAL, AT_RANDOM.values()),
+        "to the nearest, rel": (BROWN, REL),
+        "fixed rate, nearest": (PURPLE, RATES["error_bound"]),
+        "fixed rate, at random": (RED, RATES["stochastic"]),
+        "casts": (ORANGE, [way for way, _ in CASTS]),
     }
     return {
         label: (color, [each for each in found if each.job.forward in some]) for label, (color, some) in ways.items()
@@ -413,7 +414,6 @@ def publish(console: Console) -> None:
     runs, seen = kept(KEPT), kept(KEPT_LOOKS)
     found = outcomes(runs, seen)
     console.print(table(found))
-    draw(found)
     whole = {
         "command": "make convergence",
         "versions": {"ncz_plugins": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -425,6 +425,7 @@ def publish(console: Console) -> None:
     NUMBERS.write_text(json.dumps(whole, indent=1) + "\n")
     put_into(NOTEBOOK, markdown(found), MARK)
     put_into(RESULTS, markdown(trained(found)), MARK)
+    redraw("activations")
 
 
 def main() -> None:

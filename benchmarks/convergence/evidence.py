@@ -4,7 +4,7 @@
 
 Trains what the repository's figures lack, the cheapest first, until the hours are over; ranks are simulated, see
 frontier.py, whose runs and files it shares. Then prints a table with what is still missing, and writes it into
-docs/results/convergence.md, and docs/images/evidence.png.
+docs/results/convergence.md, and draws its picture.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import plan
 import suite
 from candidates import Candidate
 from frontier import DEFAULT, FED, PLAIN, ROOT, TURNED, Job
-from outcome import HARMLESS, interval, put_into
+from matplotlib.figure import Figure
+from outcome import HARMLESS, interval, put_into, redraw
 from rich.console import Console
 from tasks import TASKS
 
-from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
+from ncz_plugins.cli.picture import BLUE, BROWN, GREEN, RED, finish, new_figure, paper
 
-PICTURE = ROOT / "docs" / "images" / "evidence.png"
 PAGE, MARK = ROOT / "docs" / "results" / "convergence.md", "<!-- evidence -->"
 SECONDS = 1.1e-10  # of one core of an AMD EPYC of 2025, for each parameter, token and step
 STEPS = 300
-COLORS = {"AdamW": "#2e86ab", "Muon": "#d1495b", "SGD": "#66a182"}
+COLORS = {"AdamW": BLUE, "Muon": RED, "SGD": BROWN}
 MARKERS = {"default": "o", "fed back": "s", "rotated": "D"}
 
 
@@ -108,8 +108,8 @@ class Found(NamedTuple):
 Results = dict[tuple[Cell, Candidate], Found]
 
 
-def results(done: dict[Job, dict[str, Any]]) -> Results:
-    """Of simulated ranks; or of real ones, where the suite has trained more seeds."""
+def results(done: dict[Job, dict[str, Any]], real: dict[suite.Job, dict[str, Any]] | None = None) -> Results:
+    """Of simulated ranks; or of real ones (default: those of the file), where the suite has trained more seeds."""
     found = {
         (Cell(optimizer, task, ranks), each.candidate): Found(each.added, 32 / each.bits)
         for each in frontier.outcomes(done)
@@ -117,7 +117,7 @@ def results(done: dict[Job, dict[str, Any]]) -> Results:
         if steps == STEPS
     }
     default = plan.NAMED["balanced"]
-    for each in outcome.outcomes(suite.published()):
+    for each in outcome.outcomes(suite.published() if real is None else real):
         task, optimizer, ranks, steps = each.group
         place = Cell(optimizer, task, ranks), DEFAULT
         simulated = len(found[place].added) if place in found else 0
@@ -151,8 +151,13 @@ def missing(done: dict[Job, dict[str, Any]], seeds: int) -> Iterator[tuple[float
                     yield cell.hours, cell.job(candidate, seed)
 
 
-def draw(found: Results) -> None:
-    """What is added to the loss, by batch, by ranks and by size."""
+def draw(simulated: dict[str, Any], real: dict[str, Any]) -> Figure:
+    """What is added to the loss, by batch, by ranks and by size.
+
+    Args:
+        simulated, real: what frontier.json and convergence.json hold.
+    """
+    found = results(dict(map(frontier.read, simulated["runs"])), suite.by_job(real))
     # A curve begins with two places.
     trained = {(cell.task, cell.ranks) for cell, _ in found}
     axes = {axis: places for axis, places in AXES.items() if len(trained.intersection(places)) > 1}
@@ -164,13 +169,10 @@ def draw(found: Results) -> None:
                 there = [(_along(axis, cell), found[cell, candidate]) for cell in cells if (cell, candidate) in found]
                 points = [(x, 100 * fmean(each.added), 100 * interval(each.added)) for x, each in there]
                 if points:
-                    style = {
-                        "color": color,
-                        "marker": MARKERS[name],
-                        "capsize": 3,
-                        "ls": "-" if len(points) > 1 else "",
-                    }
-                    panel.errorbar(*zip(*points), label=f"{optimizer}, {name}", **style)
+                    style = {"color": color, "marker": MARKERS[name], "capsize": 3, "mfc": paper()}
+                    style |= {"mfc": color} if name == "default" else {}
+                    label = f"{optimizer}, {name}" if panel is panels[0] else None
+                    panel.errorbar(*zip(*points), label=label, ls="-" if len(points) > 1 else "", **style)
         ticks = [_along(axis, Cell("AdamW", *place)) for place in places]
         panel.set(xscale="log", xlim=(ticks[0] / 1.3, ticks[-1] * 1.3), ylabel="%")
         of_size = axis.startswith("parameters")
@@ -178,7 +180,7 @@ def draw(found: Results) -> None:
         panel.minorticks_off()
         panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
         finish(panel, f"added to the training loss, by {axis}")
-    save_figure("PICTURE", PICTURE, figure)
+    return figure
 
 
 def _along(axis: str, cell: Cell) -> int:
@@ -202,9 +204,9 @@ def main() -> None:
     console.print(markdown(found), soft_wrap=True)
     still = list(missing(done, arguments.seeds))
     console.print(f"{len(still)} trainings are missing: {sum(hours for hours, _ in still):.1f} hours of one core")
-    draw(found)
     put_into(PAGE, markdown(found), MARK)
     frontier.publish(done)
+    redraw("evidence")
 
 
 if __name__ == "__main__":

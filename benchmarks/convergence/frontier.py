@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/convergence/frontier.py [--seeds 3] [--part screen] [--processes 1] [--report]
 
-Prints a table, and writes benchmarks/results/frontier.json and docs/images/frontier.png. Runs that are done are kept in
+Prints a table, and writes benchmarks/results/frontier.json and draws its picture. Runs that are done are kept in
 results/frontier.jsonl, beside those of the repository: an interrupted search goes on where it was. candidates.py says
 what was tried.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import time
@@ -24,8 +25,9 @@ from typing import Any, NamedTuple
 import suite
 import torch
 from candidates import Candidate, Quantizer
+from matplotlib.figure import Figure
 from optimizers import optimizers, rate
-from outcome import interval, name_of, put_into
+from outcome import HARMLESS, interval, put_into, redraw
 from outcome import outcomes as outcomes_of_suite
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,15 +37,15 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from training import LAST
 
 from ncz_plugins.cli import machine
-from ncz_plugins.cli.picture import finish, new_figure, save_figure
+from ncz_plugins.cli.picture import BLUE, BROWN, COLORS, GREEN, ORANGE, RED, finish, ink, new_figure
 from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ROOT / "benchmarks" / "results" / "frontier.json"
-PICTURE = ROOT / "docs" / "images" / "frontier.png"
 NOTEBOOK, MARK = ROOT / "docs" / "notebook" / "convergence.md", "<!-- frontier -->"
 CURVE = 20  # points of a loss curve, each a mean
 MOST_DRAWN_BITS = 4  # of fixed rates: more would take all of the picture
+CLEARLY = 0.0004  # of the loss: by how much less a candidate adds whose number is drawn
 KEPT = ROOT / "results" / "frontier.jsonl"
 
 
@@ -328,43 +330,63 @@ def train_all(wanted: list[Job], done: dict[Job, dict[str, Any]], processes: int
             progress.update(task, advance=1, description=f"{job.candidate.describe()}, seed {job.seed}")
 
 
-def draw(found: list[Outcome]) -> None:
-    """Loss added against bits, a plot for each group. The numbers are those of the table in the documentation.
+DRAWN = ("screen", "short", "Muon")  # parts that the page of results speaks of
+ROUNDINGS = {"nearest": RED, "random": ORANGE, "strata": BLUE, "near zero": BROWN, "strata near zero": BROWN}
+SCALES = {"block": "o", "row": "s", "rows and columns": "D", "history": "^", "rotated": "*"}
 
-    Crosses are fixed rates, which the suite has trained by real processes.
+
+def draw(searched: dict[str, Any], trained: dict[str, Any]) -> Figure:
+    """Loss added against bits, a panel for each part. Numbers are those of the table in the notebook.
+
+    Args:
+        searched, trained: what frontier.json and convergence.json hold. Of the latter, which has real processes, fixed
+            rates are shown.
     """
-    fixed_rates = [each for each in outcomes_of_suite(suite.published()) if each.setting.is_fixed_rate]
-    searched = {jobs(part, 1)[0].group for part in PARTS}
-    found = [each for each in found if each.group in searched]
-    groups = list(dict.fromkeys(each.group for each in found))
-    figure, plots = new_figure(len(groups), height=3.4)
-    colors = {"nearest": "#d1495b", "random": "#edae49", "strata": "#66a182"}
-    colors |= {"near zero": "#2e86ab", "strata near zero": "#2e86ab"}
-    markers = {"block": "o", "row": "s", "rows and columns": "D", "history": "^", "rotated": "*"}
-    for group, axes in zip(groups, plots):
-        for number, each in numbered(found, group):
-            if not each.candidate.scale:
-                continue
-            x, y = each.bits, 100 * fmean(each.added)
-            kind = "rotated" if each.candidate.rotated else each.candidate.scale
-            axes.plot(x, y, markers[kind], color=colors[each.candidate.rounding])
-            axes.annotate(f"{number}", (x, y), (5, 4), textcoords="offset points", size=8)
-        for each in fixed_rates:
-            if each.group == group and each.setting.bound <= MOST_DRAWN_BITS:
-                place = 32 / each.mean("ratio"), 100 * fmean(each.added)
-                axes.plot(*place, "x", color=colors["nearest" if each.setting.kind == "bits" else "strata"])
-                axes.annotate(name_of(each.setting), place, (5, 4), textcoords="offset points", size=8)
-        axes.axhline(0.15, color="gray", linestyle="--", linewidth=0.8)
-        axes.set(xlabel="bits per value", ylabel="loss added, %")
-        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-        if axes is plots[0]:
-            for name, color in colors.items():
-                axes.plot([], [], "o", color=color, label=name)
-            for name, marker in markers.items():
-                axes.plot([], [], marker, color="gray", label=f"scale: {name}")
-            axes.plot([], [], "x", color="gray", label="a fixed rate")
-        finish(axes, "{}, {}, {} ranks, {} steps".format(*group))
-    save_figure("PICTURE", PICTURE, figure)
+    found, real = outcomes(dict(map(read, searched["runs"]))), outcomes_of_suite(suite.by_job(trained))
+    figure, panels = new_figure(len(DRAWN), height=3.2)
+    for part, axes in zip(DRAWN, panels):
+        group = jobs(part, 1)[0].group
+        _candidates(axes, [(number, each) for number, each in numbered(found, group) if each.candidate.scale])
+        for each in real:
+            if each.group == group and each.setting.is_fixed_rate and each.setting.bound <= MOST_DRAWN_BITS:
+                nearest = each.setting.kind == "bits"
+                label = f"{each.setting.bound:g} bits" if nearest else ""
+                _labeled(axes, 32 / each.mean("ratio"), each.added, label, COLORS["bits"], "x" if nearest else "+")
+        axes.margins(x=0.1, y=0.1)
+        axes.set(ylabel="loss added, %", ylim=(min(0, axes.get_ylim()[0]), axes.get_ylim()[1]))
+        axes.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
+    _legend(panels[0])
+    panels[-1].set_xlabel("bits per value")
+    for part, axes in zip(DRAWN, panels):
+        finish(axes, "{}, {}, {} ranks, {} steps".format(*jobs(part, 1)[0].group))
+    return figure
+
+
+def _candidates(axes, candidates: list[tuple[int, Outcome]]) -> None:
+    """Points. Those have a number that add clearly less than all of fewer bits."""
+    best = math.inf
+    for number, each in sorted(candidates, key=lambda pair: pair[1].bits):
+        marker = SCALES["rotated" if each.candidate.rotated else each.candidate.scale]
+        label = f"{number}" if fmean(each.added) < best - CLEARLY else ""
+        best = min(best, fmean(each.added))
+        _labeled(axes, each.bits, each.added, label, ROUNDINGS[each.candidate.rounding], marker)
+
+
+def _labeled(axes, bits: float, added: list[float], label: str, color: str, marker: str) -> None:
+    place = bits, 100 * fmean(added)
+    axes.plot(*place, marker, color=color)
+    axes.annotate(label, place, (5, 4), textcoords="offset points")
+
+
+def _legend(axes) -> None:
+    """What colours and markers say."""
+    for name, color in ROUNDINGS.items():
+        if name != "near zero":  # as the next one
+            axes.plot([], [], "o", color=color, label=name.replace("strata near", "near"))
+    for name, marker in SCALES.items():
+        axes.plot([], [], marker, color=ink(), label=f"scale: {name}")
+    for name, marker in {"fixed rate, nearest": "x", "fixed rate, random": "+"}.items():
+        axes.plot([], [], marker, color=COLORS["bits"], label=name)
 
 
 def main() -> None:
@@ -380,8 +402,8 @@ def main() -> None:
         for part in arguments.part or BY_DEFAULT:
             train_all(jobs(part, arguments.seeds), done, arguments.processes)
     Console().print(table(outcomes(done)))
-    draw(outcomes(done))
     publish(done)
+    redraw("frontier")
 
 
 def publish(done: dict[Job, dict[str, Any]]) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import plan
+from matplotlib.figure import Figure
 from rich.table import Table
 from scipy.stats import t as student
 from tasks import FINE_TUNING
 from training import Job, Setting
 
-from ncz_plugins.cli.picture import GREEN, finish, new_figure, save_figure
+from ncz_plugins.cli.picture import COLORS, GREEN, RED, TEAL, color_of, finish, ink, new_figure, paper
 
-COLORS = {"bf16": "#7f7f7f", "accurate": "#66a182", "balanced": "#2e86ab", "small": "#edae49", "former": "#d1495b"}
-FIXED_RATE_COLOR = "#8f5ea2"
 HARMLESS = 0.0015  # of the loss: what may be added by the default
 MARK = "<!-- results -->"
 
@@ -188,49 +189,80 @@ def put_into(path: Path, text: str, mark: str = MARK) -> None:
 # ------------------------------------------------------------------ as a picture
 
 
-def draw(found: list[Outcome], path: Path) -> None:
-    """What is added to the training loss, by the ratio to fp32."""
+def redraw(*names: str) -> None:
+    """Draw pictures of the documentation anew, from the files of the repository."""
+    subprocess.run([sys.executable, "-m", "benchmarks.pictures", *names], cwd=plan.ROOT, check=True)
+
+
+def read(document: dict[str, Any]) -> list[Outcome]:
+    """The outcomes in a document such as suite.py writes."""
+    return outcomes({Job.read(record["job"]): record for record in document["runs"]})
+
+
+def draw(document: dict[str, Any]) -> Figure:
+    """What is added to the training loss, by the ratio to fp32. What is pale stands in the notebook alone."""
+    found = read(document)
     groups = list(dict.fromkeys(each.group for each in compared(found)))
     figure, panels = new_figure(len(groups))
     for group, panel in zip(groups, panels):
-        for each in found:
-            if each.group == group and each.setting != plan.PLAIN:
-                other = FIXED_RATE_COLOR if each.setting.is_fixed_rate else "black"
-                color, place = COLORS.get(name_of(each.setting), other), (each.mean("ratio"), 100 * fmean(each.added))
-                is_open = each.setting in plan.RATES_AT_RANDOM.values()
-                panel.errorbar(
-                    *place, 100 * each.interval, fmt="o", color=color, capsize=3, mfc="white" if is_open else color
-                )
-                # Bits as a number alone. Quantizers without a name stand in the notebook, open circles beside others.
-                name = f"{each.setting.bound:g}" if each.setting.is_fixed_rate else name_of(each.setting)
-                if name_of(each.setting) in COLORS or each.setting in (*plan.NAMED.values(), *plan.RATES.values()):
-                    panel.annotate(name, place, (5, 4), textcoords="offset points", size=8)
+        inside = [each for each in found if each.group == group and each.setting != plan.PLAIN]
+        for each in inside:
+            _point(panel, each, in_legend=panel is panels[0])
+        _bits(panel, inside)
         panel.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
-        panel.set(xlabel="times fewer bytes than fp32", ylabel="added to the loss, %")
-        panel.margins(x=0.15)
+        panel.set(ylabel="added to the loss, %")
+        panel.margins(x=0.08, y=0.12)
         finish(panel, title(group))
-    save_figure("path", path, figure)
+    panels[-1].set_xlabel("times fewer bytes than fp32")
+    return figure
 
 
-def draw_curves(found: list[Outcome], path: Path) -> None:
+def _point(panel, each: Outcome, in_legend: bool) -> None:
+    """A setting, with its interval. What has a colour of its own can be in the legend, other presets are named here."""
+    setting, name, place = each.setting, name_of(each.setting), (each.mean("ratio"), 100 * fmean(each.added))
+    color, at_random = color_of(name), setting in plan.RATES_AT_RANDOM.values()
+    if setting.is_fixed_rate:
+        color, name = COLORS["bits"], f"fixed rates{' at random' * at_random}"
+    in_legend &= color is not None and (setting.bound == 4 or not setting.is_fixed_rate)  # once for all rates
+    style = {"color": color or ink(), "alpha": 1 if color or name in plan.NAMED else 0.35}
+    style |= {"mfc": paper() if at_random else style["color"], "fmt": "o", "capsize": 3}
+    panel.errorbar(*place, 100 * each.interval, label=name if in_legend else "", **style)
+    if color is None and name in plan.NAMED:
+        panel.annotate(name, place, (-5, -15), textcoords="offset points")
+
+
+def _bits(panel, inside: list[Outcome]) -> None:
+    """The bits of each fixed rate, above its intervals."""
+    for bits in plan.RATES:
+        same = [each for each in inside if each.setting in (plan.RATES[bits], plan.RATES_AT_RANDOM[bits])]
+        if same:
+            place = same[0].mean("ratio"), max(100 * (fmean(each.added) + each.interval) for each in same)
+            panel.annotate(f"{bits}", place, (0, 3), textcoords="offset points", ha="center")
+
+
+def draw_curves(document: dict[str, Any]) -> Figure:
     """The loss over the steps of the longest training, and what each setting adds to it."""
-    inside = [each for each in found if "curve" in each.records[0]]
-    if not inside:
-        return
+    inside = [each for each in read(document) if "curve" in each.records[0]]
     figure, (whole, added) = new_figure(2)
     for each in inside:
         curve, plain = (records[0]["curve"] for records in (each.records, each.plain))
         steps = [each.group[3] * (at + 0.5) / len(curve) for at in range(len(curve))]
-        color = COLORS.get(name_of(each.setting), "black")
-        whole.plot(steps, curve, color=color, label=describe(each.setting), lw=1)
+        style = curve_style(each.setting)
+        whole.plot(steps, curve, label=describe(each.setting), **style)
         if each.setting != plan.PLAIN:
             smooth = [
                 fmean(curve[max(0, at - 4) : at + 5]) / fmean(plain[max(0, at - 4) : at + 5]) for at in range(100)
             ]
-            added.plot(steps, [100 * (share - 1) for share in smooth], color=color, lw=1)
+            added.plot(steps, [100 * (share - 1) for share in smooth], **style)
     added.axhspan(-100 * HARMLESS, 100 * HARMLESS, color=GREEN, alpha=0.2, lw=0)
-    whole.set(xlabel="step", ylabel="training loss, nats per byte")
+    whole.set(ylabel="training loss, nats per byte")
     added.set(xlabel="step", ylabel="added, %")
     finish(whole, title(inside[0].group), columns=2)
     finish(added, "the same, less that of plain")
-    save_figure("path", path, figure)
+    return figure
+
+
+def curve_style(setting: Setting) -> dict[str, Any]:
+    """Presets that were, in blocks of 256, have no name."""
+    unnamed = {plan.WIDE: RED, plan.WIDE_ACCURATE: TEAL}
+    return {"color": unnamed.get(setting) or color_of(name_of(setting)), "lw": 3 if setting == plan.PLAIN else 1.2}

@@ -17,7 +17,7 @@ import json
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ from ncz_plugins.version import __version__
 
 WORKER = Path(__file__).with_name("worker.py")
 NUMBERS = plan.ROOT / "benchmarks" / "results" / "convergence.json"
-PICTURE = plan.ROOT / "docs" / "images" / "convergence.png"
-CURVES = plan.ROOT / "docs" / "images" / "convergence-curves.png"
 NOTEBOOK = plan.ROOT / "docs" / "notebook" / "convergence.md"  # the table of all runs
 RESULTS = plan.ROOT / "docs" / "results" / "convergence.md"  # that of the presets, as in the guide
 GUIDE, PRESETS_MARK = plan.ROOT / "docs" / "guides" / "choosing-a-bound.md", "<!-- presets -->"
@@ -52,16 +50,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def kept() -> dict[Job, dict[str, Any]]:
     """The runs that are done."""
-    return _by_job(map(json.loads, KEPT.read_text().splitlines())) if KEPT.exists() else {}
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else ()
+    return by_job({"runs": map(json.loads, lines)})
 
 
 def published() -> dict[Job, dict[str, Any]]:
     """The runs in the JSON file."""
-    return _by_job(json.loads(NUMBERS.read_text())["runs"])
+    return by_job(json.loads(NUMBERS.read_text()))
 
 
-def _by_job(records: Iterable[dict[str, Any]]) -> dict[Job, dict[str, Any]]:
-    return {Job.read(record["job"]): record for record in records}
+def by_job(document: dict[str, Any]) -> dict[Job, dict[str, Any]]:
+    """The runs in a document such as the JSON file has."""
+    return {Job.read(record["job"]): record for record in document["runs"]}
 
 
 def train(jobs: list[Job], on_record: Callable[[dict[str, Any]], None], timeout: float) -> None:
@@ -121,14 +121,13 @@ def publish(runs: dict[Job, dict[str, Any]], console: Console) -> None:
     """Show and write what the runs came to."""
     found = outcome.outcomes(runs)
     NUMBERS.write_text(json.dumps(document(runs), indent=1, allow_nan=False) + "\n")
-    outcome.draw(found, PICTURE)
-    outcome.draw_curves(found, CURVES)
+    outcome.redraw("convergence", "convergence-curves")
     outcome.put_into(NOTEBOOK, outcome.markdown(found))
     for page in (RESULTS, GUIDE):
         outcome.put_into(page, outcome.presets(found), PRESETS_MARK)
     outcome.put_into(RESULTS, outcome.fine_tuning(found), FINE_TUNING_MARK)
     console.print(outcome.table(found))
-    console.print(f"Figures: {NUMBERS}\nPictures: {PICTURE}, {CURVES}\nTables: {RESULTS}, {NOTEBOOK}", soft_wrap=True)
+    console.print(f"Figures: {NUMBERS}\nTables: {RESULTS}, {NOTEBOOK}", soft_wrap=True)
 
 
 def main() -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from ncz_plugins.cli.perf.plot import draw_lines, draw_sizes
 from ncz_plugins.cli.picture import finish, in_a_picture, new_figure, save_figure
@@ -14,6 +17,17 @@ from .link import bits_per_second
 
 def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> None:
     """Write the picture of the records of one run. Contenders and sizes are the same on all links."""
+    save_figure("--plot", file, partial(figure_of, records, title))
+
+
+def committed(document: dict[str, Any]) -> Figure:
+    """The same of a file that --json has written."""
+    [data] = {job["data"] for job in document["jobs"]}
+    return figure_of(document["records"], f"all_reduce, {document['ranks']} ranks, data {data}")
+
+
+def figure_of(records: list[dict[str, Any]], title: str) -> Figure:
+    """The picture of the records, with a title."""
     links = sorted(dict.fromkeys(record["link"] for record in records), key=_gbps)
     figure, panels = new_figure(min(2, len(links)), height=4)
     slowest = [record for record in records if record["link"] == links[0]]
@@ -21,7 +35,7 @@ def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> 
     if len(links) > 1:
         _draw_links(panels[1], records, links)
     figure.suptitle(in_a_picture(title))
-    save_figure("--plot", file, figure)
+    return figure
 
 
 def _draw_links(axes, records: list[dict[str, Any]], links: list[str]) -> None:

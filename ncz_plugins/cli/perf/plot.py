@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from itertools import cycle
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from ...core.config import format_size
-from ..picture import BLACK, GRAY, finish, in_a_picture, logarithmic, new_figure, save_figure
+from ..picture import BLUE, OTHERS, color_of, finish, in_a_picture, logarithmic, new_figure, save_figure
 
 _MIN_SPEED_UP = 1 / 16  # lower end of the picture
 _MAX_TICKS = 6
@@ -15,10 +21,14 @@ _ROOM = 1.3  # factor from the lines to the ends of the axis
 
 def draw(file: str | os.PathLike, records: list[dict[str, Any]], title: str) -> None:
     """Write the picture of the records of one run."""
+    save_figure("--plot", file, partial(_figure, records, title))
+
+
+def _figure(records: list[dict[str, Any]], title: str) -> Figure:
     figure, [axes] = new_figure(1, height=4)
     draw_sizes(axes, records, "speed-up over plain")
     figure.suptitle(in_a_picture(title))
-    save_figure("--plot", file, figure)
+    return figure
 
 
 def draw_sizes(axes, records: list[dict[str, Any]], heading: str) -> None:
@@ -37,8 +47,9 @@ def draw_sizes(axes, records: list[dict[str, Any]], heading: str) -> None:
 
 def _draw_bars(axes, records: list[dict[str, Any]], heading: str) -> None:
     """Draw a bar for each contender."""
+    styles = _styles(dict.fromkeys(record["peer"] for record in records))
     for place, record in enumerate(records):
-        axes.barh(place, record["speedup"], color=BLACK if record["peer"] == "ncz" else GRAY)
+        axes.barh(place, record["speedup"], color=styles[record["peer"]]["color"])
         axes.annotate(
             f"{record['speedup']:.2f}", (record["speedup"], place), (4, 0), textcoords="offset points", va="center"
         )
@@ -59,20 +70,18 @@ def draw_lines(axes, records: list[dict[str, Any]], place) -> None:
         own = [record for record in records if record["peer"] == name]
         axes.plot([place(r) for r in own], [r["speedup"] for r in own], label=name, **style)
         if own[0]["ratio"]:
-            fewer = [r["ratio"] for r in own]
-            axes.plot([place(r) for r in own], fewer, color=BLACK, linestyle="--", label=f"times fewer bytes, {name}")
+            fewer, dashed = [r["ratio"] for r in own], {"color": style["color"], "linestyle": "--"}
+            axes.plot([place(r) for r in own], fewer, **dashed, label=f"times fewer bytes, {name}")
     drawn = [value for record in records for value in (record["speedup"], record["ratio"]) if value]
     axes.set_ylim(max(_MIN_SPEED_UP, min(0.5, min(drawn) / _ROOM)), _ROOM * max(2, *drawn))
     logarithmic(axes.yaxis, base=2)
 
 
-def _styles(names) -> dict[str, dict[str, Any]]:
-    """Style of each contender. Colours repeat with other markers."""
-    from matplotlib import colormaps
-
-    colors = [color for at, color in enumerate(colormaps["tab10"].colors) if at != 7]  # 7 is gray
-    styles = {"plain": {"color": GRAY, "marker": "o"}, "ncz": {"color": BLACK, "marker": "o", "linewidth": 2.5}}
-    others = [name for name in names if name not in styles]
-    for at, name in enumerate(others):
-        styles[name] = {"color": colors[at % len(colors)], "marker": "osD^"[at // len(colors) % 4], "markersize": 4}
-    return {name: styles[name] for name in names}
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Style of each contender. A colour that several have comes with other markers."""
+    others, used, styles = cycle(OTHERS), Counter(), {}
+    for name in names:
+        color = color_of(name) or next(others)
+        styles[name] = {"color": color, "marker": "osD^v"[used[color] % 5], "markersize": 5}
+        used[color] += 1
+    return styles | {"ncz": {"color": BLUE, "marker": "o", "linewidth": 2.5}} if "ncz" in styles else styles

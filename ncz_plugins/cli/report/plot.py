@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from ..picture import (
-    BLACK,
     BLUE,
     GRAY,
     GREEN,
@@ -19,6 +20,7 @@ from ..picture import (
     in_a_picture,
     in_bytes,
     in_seconds,
+    ink,
     logarithmic,
     new_figure,
     save_figure,
@@ -31,6 +33,10 @@ _MAX_STEPS_WITH_POINTS = 50  # with fewer steps, each is also drawn as a point
 
 def draw(file: str | os.PathLike, run: Run, title: str) -> None:
     """Write the picture of a run."""
+    save_figure("--plot", file, partial(_figure, run, title))
+
+
+def _figure(run: Run, title: str) -> Figure:
     _, *again = run.starts
     fills = [_ratio, _bytes, _guard, _times] if any(step.guard for step in run.steps) else [_ratio, _bytes, _times]
     figure, panels = new_figure(len(fills), share_x=True)
@@ -41,11 +47,11 @@ def draw(file: str | os.PathLike, run: Run, title: str) -> None:
     whole_numbers(panels[-1].xaxis)
     panels[-1].set_xlabel("step" + (" (dotted: the training was started again)" if again else ""))
     figure.suptitle(in_a_picture(title))
-    save_figure("--plot", file, figure)
+    return figure
 
 
 def _ratio(axes, run: Run) -> None:
-    _line(axes, run, None, lambda s: s.ratio, BLACK)
+    _line(axes, run, None, lambda s: s.ratio, ink())
     from_zero(axes)
     finish(axes, "ratio: plain bytes / bytes sent")
 
@@ -78,7 +84,7 @@ def _guard(axes, run: Run) -> None:
 
 
 def _times(axes, run: Run) -> None:
-    _line(axes, run, "step", lambda s: s.step_seconds, BLACK)
+    _line(axes, run, "step", lambda s: s.step_seconds, ink())
     _line(axes, run, "collectives", lambda s: s.seconds, BLUE)
     _line(axes, run, "waiting", lambda s: s.wait_seconds, ORANGE)
     _line(axes, run, "encoding", lambda s: s.encode_seconds, GREEN)

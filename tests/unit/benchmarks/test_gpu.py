@@ -154,7 +154,7 @@ def test_the_program_of_the_ranks_checks_and_draws(tmp_path):
         if row["contender"] in ("default", "always", "bits"):
             assert row["within_bound"] and row["same_on_all_ranks"] and row["bypasses"] == {}
             assert row["ratio"] > (5 if row["dtype"] == "float32" else 2.5)
-    gpu.draw(rows, tmp_path / "gpu.png")
+    gpu.save({"stages": {"calls, 2 ranks": {"figures": rows}}}, tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,16 +1,14 @@
-"""Draws docs/images/way-of-a-call.png: `python docs/images/way_of_a_call.py`."""
-
-from pathlib import Path
+"""The picture of the way of a call, on every rank."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from ncz_plugins.cli.picture import BLUE, GRAY, WIDTH, save_figure
+from ncz_plugins.cli.picture import BLUE, GRAY, WIDTH, paper
 
 STEPS = [
     ("1 decide", "plain or compressed?\nwith which settings?"),
-    ("2 compare, agree", "same call everywhere?\nlargest scales count"),
+    ("2 compare, agree", "same everywhere?\nlargest scales count"),
     ("3 exchange", "quantize once, code,\nsend, add integers"),
     ("4 dequantize", "into your tensor: the\nsame bits on all ranks"),
     ("5 count", "bytes, times, coders,\nor why it went plain"),
@@ -18,7 +16,7 @@ STEPS = [
 BOX_WIDTH, BOX_HEIGHT, GAP = 2.75, 1.15, 0.5  # of a box, and between two of them in a column
 COLUMNS = 0, 4.1  # left edges of the boxes of rank 0 and of rank 1
 PLAIN = 7.9  # left edge of the plain collective
-SMALL = {"fontsize": 9, "linespacing": 1.3, "va": "center", "ha": "center"}
+SMALL = {"fontsize": 10, "linespacing": 1.3, "va": "center", "ha": "center"}
 
 
 def bottom(step: int) -> float:
@@ -29,7 +27,7 @@ def bottom(step: int) -> float:
 def box(axes: Axes, x: float, y: float, width: float, height: float, title: str, text: str, color: str) -> None:
     """A box with a bold title and some lines of text."""
     style = "round,pad=0,rounding_size=0.12"
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, fc="white", ec=color, lw=2))
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, fc=paper(), ec=color, lw=2))
     axes.text(x + width / 2, y + height - 0.24, title, ha="center", va="center", fontsize=10, weight="bold")
     axes.text(x + width / 2, y + (height - 0.4) / 2, text, **SMALL)
 
@@ -40,9 +38,9 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
     axes.annotate("", xy=end, xytext=start, arrowprops=shape)
 
 
-def main() -> None:
-    """Draw the picture."""
-    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained", facecolor="white")
+def draw() -> Figure:
+    """The picture."""
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     axes = figure.subplots()
     for rank, x in enumerate(COLUMNS):
         axes.text(x + BOX_WIDTH / 2, bottom(0) + BOX_HEIGHT + 0.3, f"rank {rank}", ha="center", fontsize=11)
@@ -79,8 +77,4 @@ def main() -> None:
 
     axes.set(xlim=(-0.1, PLAIN + width + 0.3), ylim=(-0.1, bottom(0) + BOX_HEIGHT + 0.75))
     axes.axis("off")
-    save_figure("", Path(__file__).with_name("way-of-a-call.png"), figure)
-
-
-if __name__ == "__main__":
-    main()
+    return figure

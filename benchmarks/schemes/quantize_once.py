@@ -1,12 +1,10 @@
-"""Draws docs/images/quantize-once.png, with numbers that it computes: `python docs/images/quantize_once.py`."""
-
-from pathlib import Path
+"""The picture of what happens to a sum of three ranks, with numbers that it computes."""
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from ncz_plugins.cli.picture import BLUE, GRAY, ORANGE, WIDTH, save_figure
+from ncz_plugins.cli.picture import BLUE, GRAY, ORANGE, WIDTH, paper
 
 STEP = 0.1  # of the quantizer: twice the bound, as it rounds to the nearest here
 GRADIENTS = np.array([[0.31, -0.12], [0.18, 0.41], [-0.09, 0.22]])
@@ -17,7 +15,7 @@ BOX_WIDTH, BOX_HEIGHT, PITCH = 2.5, 0.95, 3.4
 def box(axes, rank: int, y: float, text: str, color: str) -> None:
     """A box with numbers in the column of a rank."""
     style = "round,pad=0,rounding_size=0.12"
-    patch = FancyBboxPatch((rank * PITCH, y), BOX_WIDTH, BOX_HEIGHT, boxstyle=style, fc="white", ec=color, lw=2)
+    patch = FancyBboxPatch((rank * PITCH, y), BOX_WIDTH, BOX_HEIGHT, boxstyle=style, fc=paper(), ec=color, lw=2)
     axes.add_patch(patch)
     axes.text(rank * PITCH + BOX_WIDTH / 2, y + BOX_HEIGHT / 2, text, ha="center", va="center", fontsize=12)
 
@@ -28,11 +26,11 @@ def arrow(axes, start: tuple[float, float], end: tuple[float, float], color: str
     axes.annotate("", xy=end, xytext=start, arrowprops=style)
 
 
-def main() -> None:
-    """Draw the picture."""
+def draw() -> Figure:
+    """The picture."""
     codes = np.rint(GRADIENTS / STEP).astype(int)
     sums = codes.cumsum(0)
-    figure = Figure(figsize=(WIDTH, 6.2), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH, 6.2), layout="constrained")
     axes = figure.subplots()
     ranks = range(len(codes))
     middle = [rank * PITCH + BOX_WIDTH / 2 for rank in ranks]
@@ -57,12 +55,8 @@ def main() -> None:
         (INTEGERS - 0.8, "add integers", "that each hop decodes and codes: no loss"),
         (RESULTS + 2.05, "dequantize", "the same integers: same bits on all ranks"),
     ):
-        axes.text(-0.1, y, bold, fontsize=12, weight="bold", va="center", backgroundcolor="white")
-        axes.text(3.2, y, rest, fontsize=11, va="center", backgroundcolor="white")
+        axes.text(-0.1, y, bold, fontsize=12, weight="bold", va="center", backgroundcolor=paper())
+        axes.text(3.2, y, rest, fontsize=11, va="center", backgroundcolor=paper())
     axes.set(xlim=(-0.2, 2 * PITCH + BOX_WIDTH + 0.2), ylim=(RESULTS - 0.15, FLOATS + BOX_HEIGHT + 0.8))
     axes.axis("off")
-    save_figure("", Path(__file__).with_name("quantize-once.png"), figure)
-
-
-if __name__ == "__main__":
-    main()
+    return figure
