@@ -29,9 +29,10 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):
 VERSION = runpy.run_path("ncz_plugins/version.py")["__version__"]
 # Such as https://github.com/OWNER/NAME: the workflow that publishes the package sets it.
 REPOSITORY = os.environ.get("REPOSITORY_URL", "").rstrip("/")
-# What README.md names by its path: `[words](PATH)` and `<img src="PATH" ...>`.
+# What README.md names by its path: `[words](PATH)`, and files in a `<picture>`.
 LINK = re.compile(r"\[([^]]+)\]\((?!https?:)([^)]+)\)")
-PICTURE = re.compile(r'(<img src=")(?!https?:)([^"]+"[^>]*>)')
+PICTURE = re.compile("<picture>.*?</picture>", re.DOTALL)
+FILE = re.compile(r'\b((?:src|srcset)=")(?!https?:)([^"]+")')
 
 
 class BuildLibrary(build_ext):
@@ -75,7 +76,7 @@ def long_description():
     if not REPOSITORY:
         return PICTURE.sub("", LINK.sub(r"\1", text))
     text = LINK.sub(rf"[\1]({REPOSITORY}/blob/v{VERSION}/\2)", text)
-    return PICTURE.sub(rf"\1{REPOSITORY}/raw/v{VERSION}/\2", text)
+    return FILE.sub(rf"\1{REPOSITORY}/raw/v{VERSION}/\2", text)
 
 
 def project_urls():

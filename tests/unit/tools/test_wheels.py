@@ -87,7 +87,7 @@ class Addresses(HTMLParser):
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
         self.links += [given["href"]] if tag == "a" else []
-        self.pictures += [given["src"]] if tag == "img" else []
+        self.pictures += [given[name] for name in ("src", "srcset") if name in given]
 
 
 @pytest.mark.processes
