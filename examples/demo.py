@@ -283,16 +283,16 @@ def draw(document: dict) -> Figure:
     """Bars of a step's time behind the slow link, if there was one, and of its bytes; both loss curves.
 
     Args:
-        document: what demo.json holds.
+        document: {"runs": {name: summary with "losses"}}.
     """
     runs = document["runs"]
     bars = [("gradient bytes of a step, all ranks", "interface_bytes_per_step", 1e6, "MB")]
-    if runs["plain"]["summary"]["slow_step_seconds"]:
+    if runs["plain"]["slow_step_seconds"]:
         bars.insert(0, (f"time of a step at {SLOW_MBITS} Mbit/s", "slow_step_seconds", 1, "s"))
     figure, (*panels, losses) = new_figure(len(bars) + 1, height=1.9)
     losses.get_gridspec().set_height_ratios([1] * len(bars) + [2])
     for axes, (title, key, unit, name) in zip(panels, bars):
-        values = [run["summary"][key] / unit for run in runs.values()]
+        values = [run[key] / unit for run in runs.values()]
         drawn = axes.barh(list(runs), values, color=[COLORS[run] for run in runs])
         axes.bar_label(drawn, fmt=f"{{:.2f}} {name}", padding=4)
         axes.invert_yaxis()
@@ -301,8 +301,8 @@ def draw(document: dict) -> Figure:
         axes.xaxis.set_visible(False)
         finish(axes, title)
     for (name, run), width in zip(runs.items(), (4, 1.4)):
-        steps, values = zip(*((record["step"] + 1, record["loss"]) for record in run["steps"]))
-        losses.plot(steps, values, label=name, color=COLORS[name], linewidth=width)
+        steps = range(1, len(run["losses"]) + 1)
+        losses.plot(steps, run["losses"], label=name, color=COLORS[name], linewidth=width)
     losses.set(xlabel="step", ylabel="nats per byte")
     finish(losses, "training loss")
     return figure
@@ -331,9 +331,9 @@ def report(plain: Run, ncclz: Run, arguments, why_not_slow: str):
         }
         for run in (plain, ncclz)
     }
-    document = {"versions": versions(), "runs": details}
-    numbers.write_text(json.dumps(document, indent=1) + "\n")
-    save_figure("--output", picture, lambda: draw(document))
+    numbers.write_text(json.dumps({"versions": versions(), "runs": details}, indent=1) + "\n")
+    shown = {run.name: summaries[run.name] | {"losses": run.series("loss")} for run in (plain, ncclz)}
+    save_figure("--output", picture, lambda: draw({"runs": shown}))
 
     console.print(table(summaries["plain"], summaries["ncclz"], arguments))
     if why_not_slow:

@@ -12,6 +12,7 @@ from ncz_plugins.cli.output import shares, significant
 from ncz_plugins.cli.perf import COLLECTIVES, Job, plot, request, table
 from ncz_plugins.cli.perf.contenders import CONTENDERS
 from ncz_plugins.cli.perf.ranks import Ranks
+from ncz_plugins.cli.picture import COLORS
 from ncz_plugins.core.config import Config
 from ncz_plugins.core.errors import ConfigError, UnsupportedError
 
@@ -81,10 +82,12 @@ def test_shares(counts, text):
 # ------------------------------------------------------------------ the picture
 
 
-def pixels(file) -> np.ndarray:
+def pixels(file, color: str) -> int:
+    """How many have nearly this colour."""
+    from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    return imread(file)
+    return (np.abs(imread(file)[..., :3] - to_rgb(color)) < 0.02).all(-1).sum()
 
 
 def test_the_picture_is_a_png_with_lines(tmp_path):
@@ -99,12 +102,18 @@ def test_the_picture_is_a_png_with_lines(tmp_path):
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", header[16:])
     assert width == 960 and height < 1000  # a phone's width
-    image = pixels(file)[..., :3]
-    blue = (np.abs(image - [0x1F / 255, 0x77 / 255, 0xB4 / 255]) < 0.02).all(-1)  # the first of tab20: fp16
-    assert blue.sum() > 500
-    only_plain = [r for r in records if r["peer"] == "plain"]
-    plot.draw(tmp_path / "y.png", only_plain, "a title")
-    assert (image < 0.05).all(-1).sum() > (pixels(tmp_path / "y.png")[..., :3] < 0.05).all(-1).sum() + 500  # black: ncz
+    assert pixels(file, COLORS["ncz"]) > 500 and pixels(file, COLORS["fp16"]) > 500
+    plot.draw(tmp_path / "y.png", [r for r in records if r["peer"] == "plain"], "a title")
+    assert pixels(tmp_path / "y.png", COLORS["plain"]) > 500
+    assert pixels(tmp_path / "y.png", COLORS["ncz"]) == pixels(tmp_path / "y.png", COLORS["fp16"]) == 0
+
+
+def test_contenders_differ_and_ways_have_their_colours():
+    names = ("plain", "ncz", "fp16", "bf16", "ddp-fp16", "ddp-powersgd-4", "new", "newer")
+    styles = plot._styles(names)
+    assert len({(style["color"], style["marker"]) for style in styles.values()}) == len(names)
+    assert styles["fp16"]["color"] == styles["ddp-fp16"]["color"] == COLORS["bf16"]
+    assert styles["ddp-powersgd-4"]["color"] == COLORS["powersgd"]
 
 
 # ------------------------------------------------------------------ what may be asked for
