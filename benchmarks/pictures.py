@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs from committed files, light and dark, in half a minute.
+"""Draws the pictures of README.md and docs from committed files, light and dark, in a minute.
 
     .venv/bin/python -m benchmarks.pictures [NAME ...] [--list]
 
