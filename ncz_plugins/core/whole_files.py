@@ -7,6 +7,7 @@ Symbolic links are followed, even if the target is missing. `-` is standard outp
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import shutil
@@ -151,8 +152,6 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def _lock(descriptor: int, partial: Path, path: Path) -> None:
     """Lock an open folder until it is closed, or its process ends. Raises BlockingIOError if another process has it."""
-    import fcntl  # Windows has none
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -40,11 +41,9 @@ def gloo_interfaces() -> list[str]:
 def _ipv4(interface: str) -> str | None:
     """The IPv4 address of an interface, or None."""
     try:
-        import fcntl  # Windows has none
-
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    except (ImportError, OSError):
+    except OSError:
         return None
     return socket.inet_ntoa(found[20:24])
 

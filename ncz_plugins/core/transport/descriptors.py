@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None
+import resource
 
 _SPARE_DESCRIPTORS = 8  # for short uses: a listener, sockets that look for an address
 
@@ -18,8 +14,6 @@ def shortage_of_descriptors(needed: int, world_size: int) -> str | None:
     Args:
         needed: descriptors that the connections between `world_size` ranks take in this process.
     """
-    if resource is None:
-        return None
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     used, needed = _used(limit), needed + _SPARE_DESCRIPTORS
     if limit == resource.RLIM_INFINITY or used is None or used + needed <= limit:
