@@ -48,10 +48,10 @@ def read(name: str) -> Record:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def rows_of(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table as Markdown."""
+def rows_of(heading: Iterable[str], rows: Iterable[Iterable[str]], numbers: bool = False) -> str:
+    """A table as Markdown; `numbers`: all columns but the first stand to the right."""
     heading = list(heading)
-    lines = [heading, ["---"] * len(heading), *rows]
+    lines = [heading, ["---", *["---:" if numbers else "---"] * (len(heading) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |").replace("|  |", "| |")
 
 

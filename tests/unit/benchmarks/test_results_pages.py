@@ -6,7 +6,18 @@ import re
 import pytest
 from repository import ROOT
 
-from benchmarks import codec_table, gains, patch_files, performance, plan, remake, schedules, weight_ways, weights
+from benchmarks import (
+    codec_table,
+    gains,
+    gpu_page,
+    patch_files,
+    performance,
+    plan,
+    remake,
+    schedules,
+    weight_ways,
+    weights,
+)
 from benchmarks.thirdparty import run as third_party
 
 
@@ -33,6 +44,12 @@ def test_what_is_gained_at_which_link():
 def test_performance():
     page = performance.PAGE.read_text()
     for name, table in performance.TABLES.items():
+        assert f"<!-- {name} -->\n{table()}\n<!-- end of {name} -->" in page
+
+
+def test_gpus():
+    page = gpu_page.PAGE.read_text()
+    for name, table in gpu_page.TABLES.items():
         assert f"<!-- {name} -->\n{table()}\n<!-- end of {name} -->" in page
 
 
