@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import plan
 import suite
 import torch
 from candidates import Candidate, Quantizer
@@ -43,6 +44,8 @@ from ncz_plugins.version import __version__
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = ROOT / "benchmarks" / "results" / "frontier.json"
 NOTEBOOK, MARK = ROOT / "docs" / "notebook" / "convergence.md", "<!-- frontier -->"
+ELSEWHERE_MARK, MUON_MARK = "<!-- elsewhere -->", "<!-- muon -->"  # of the tables in the page of results
+REAL_MUON = ROOT / "benchmarks" / "results" / "muon-real-ranks.json"  # what under_ddp.py found
 CURVE = 20  # points of a loss curve, each a mean
 MOST_DRAWN_BITS = 4  # of fixed rates: more would take all of the picture
 CLEARLY = 0.0004  # of the loss: by how much less a candidate adds whose number is drawn
@@ -123,6 +126,14 @@ FED = Candidate("nearest", "block", 0.05, 128, feedback=1)
 TURNED = FED._replace(apart="rest", apart_step=0.2, rotated=20, tilt=0.5)
 FED_APART = FED._replace(apart="rest", apart_step=0.2)
 MUON = (PLAIN, DEFAULT, FED, FED_APART, FED_APART._replace(step=0.1), TURNED, TURNED._replace(sides=2))
+MUON_SHOWN = (  # in docs/results/convergence.md
+    DEFAULT,
+    FED_APART._replace(step=0.1),
+    FED,
+    TURNED._replace(step=0.2, apart_step=0.375),
+    TURNED,
+    TURNED._replace(sides=2),
+)
 PRESETS = (PLAIN, *(Candidate("strata", "block", step, 128) for step in (0.25, 0.375, 0.85)))
 PARTS = {  # name on the command line: task, optimizer, candidates, steps, ranks
     "screen": ("GPT", "AdamW", SCREEN, 300, 2),
@@ -290,6 +301,70 @@ def markdown(found: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def added_words(added: list[float], seeds: bool = False) -> str:
+    """ "+0.91% ± 0.07% (5 seeds)"; an interval takes several seeds."""
+    several = len(added) > 1
+    counted = f" ({len(added)} seed{'s' * several})" if seeds else ""
+    return f"{fmean(added):+.2%}{f' ± {interval(added):.2%}' * several}{counted}"
+
+
+def elsewhere(done: dict[Job, dict[str, Any]]) -> str:
+    """What the default, and `small` under Lion, add to other trainings than those by which presets are compared."""
+    simulated = {(each.group, each.candidate): each for each in outcomes(done)}
+    real = {(each.group, each.setting): each for each in outcomes_of_suite(suite.published())}
+    eight = real[("GPT", "AdamW", 8, 300), plan.NAMED["balanced"]]
+    found = [("the default", "processes", eight, eight.mean("ratio"))]
+    small = DEFAULT._replace(step=plan.NAMED["small"].bound)
+    for part, candidate in (("Lion", DEFAULT), ("Lion", small), ("short", DEFAULT), ("long", DEFAULT)):
+        each = simulated[jobs(part, 1)[0].group, candidate]
+        found.append(("`small`" if candidate == small else "the default", "simulated", each, 32 / each.bits))
+    lines = ["| model | optimizer | steps | ranks | preset | to fp32 | added | seeds |"]
+    lines += ["|---|---|---:|---|---|---:|---:|---:|"]
+    for preset, kind, each, ratio in found:
+        task, optimizer, ranks, steps = each.group
+        model = f"GPT of {sum(p.numel() for p in TASKS[task]().model().parameters()) / 1e6:.2f} M"
+        cells = model, optimizer, f"{steps:,}", f"{ranks} {kind}", preset, f"{ratio:.1f}", added_words(each.added)
+        lines.append(f"| {' | '.join(cells)} | {len(each.added)} |")
+    return "\n".join(lines) + "\n"
+
+
+def muon(done: dict[Job, dict[str, Any]]) -> str:
+    """What quantizers add to the loss under Muon, by sequences in a step; the last row is of real ranks."""
+    groups = [jobs(part, 1)[0].group for part in ("Muon", "Muon 64")]
+    found = {(each.group, each.candidate): each for each in outcomes(done)}
+    lines = ["| matrices of the layers | the rest | bits | to fp32 | 16 sequences | 64 sequences |"]
+    lines += ["|---|---|---:|---:|---:|---:|"]
+    for candidate in MUON_SHOWN:
+        cells = [found.get((group, candidate)) for group in groups]
+        bits = cells[0].bits
+        told = [added_words(each.added, seeds=True) if each else "" for each in cells]
+        lines.append(f"| {' | '.join([*muon_words(candidate), f'{bits:.1f}', f'{32 / bits:.1f}', *told])} |")
+    return "\n".join([*lines, muon_by_real_ranks([group[0] for group in groups])]) + "\n"
+
+
+def muon_by_real_ranks(tasks: list[str]) -> str:
+    """The row of the preset under DDP, whose bits are all that was sent."""
+    document, added, ratios = json.loads(REAL_MUON.read_text()), [], []
+    for task in tasks:
+        runs = [run for run in document["runs"] if run["task"] == task]
+        added.append([run["rotated"]["training_loss"] / run["plain"]["training_loss"] - 1 for run in runs])
+        ratios.append(fmean(run["rotated"]["ratio"] for run in runs))
+    words = f"**`ncclz:muon-ddp`, by two real ranks** | at random, {document['config']['quantizer']['value']:g}"
+    cells = f"{32 / ratios[0]:.1f}", f"{ratios[0]:.1f}", *(added_words(each, seeds=True) for each in added)
+    return f"| {words} | {' | '.join(cells)} |"
+
+
+def muon_words(candidate: Candidate) -> tuple[str, str]:
+    """How a candidate treats the layers' matrices, and all else."""
+    if candidate == DEFAULT:
+        return "the default", "the default"
+    way = f"rotated{' on both sides' * (candidate.sides > 1)}" if candidate.rotated else "to the nearest"
+    matrices = f"{way}, {candidate.step / 2:g}, with error feedback"  # a bound is half a step
+    if candidate == FED:
+        return f"**{matrices}, `ncclz:muon`**", "the same"
+    return matrices, f"at random, {candidate.apart_step:g}"
+
+
 def kept() -> dict[Job, dict[str, Any]]:
     """The runs that are done."""
     if not KEPT.exists():
@@ -407,7 +482,7 @@ def main() -> None:
 
 
 def publish(done: dict[Job, dict[str, Any]]) -> None:
-    """Write all runs into the repository, and their table into the notebook."""
+    """Write all runs into the repository, and their tables into the notebook and the page of results."""
     versions = ", ".join(sorted({record["torch"] for record in done.values()}))
     whole = {
         "command": "make convergence",
@@ -418,6 +493,8 @@ def publish(done: dict[Job, dict[str, Any]]) -> None:
     }
     NUMBERS.write_text(json.dumps(whole, indent=1) + "\n")
     put_into(NOTEBOOK, markdown(outcomes(done)), MARK)
+    put_into(suite.RESULTS, elsewhere(done), ELSEWHERE_MARK)
+    put_into(suite.RESULTS, muon(done), MUON_MARK)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,11 @@ def test_rounding_to_the_nearest_is_what_the_library_does():
 
 
 def test_the_documentation_shows_the_committed_search():
-    assert frontier.markdown(frontier.outcomes(frontier.committed())) in frontier.NOTEBOOK.read_text()
+    done = frontier.committed()
+    assert frontier.markdown(frontier.outcomes(done)) in frontier.NOTEBOOK.read_text()
+    page = frontier.suite.RESULTS.read_text()
+    for mark, table in ((frontier.ELSEWHERE_MARK, frontier.elsewhere), (frontier.MUON_MARK, frontier.muon)):
+        assert f"{mark}\n\n{table(done)}\n{mark}" in page
 
 
 def test_a_short_training(tmp_path, monkeypatch):
