@@ -1,20 +1,24 @@
 """Bytes of a patch where a few elements of a tensor changed, by dtype, beside XOR, a shuffle of bytes and zstd.
 
-    python benchmarks/weight_dtypes.py
+    .venv/bin/python -m benchmarks.weight_dtypes
 
-Prints the table of docs/results/weights.md. Needs the laboratory's zstandard.
+Writes benchmarks/results/weight-dtypes.json and the table of docs/results/weights.md. Needs the laboratory's zstandard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import zstandard
 from torch import Tensor
 
+from benchmarks.performance import rows_of
+from benchmarks.weights import PAGE, put_into, write_figures
 from ncz_plugins import make_patch
 
+MARKS = "<!-- dtypes -->", "<!-- end of dtypes -->"
 ELEMENTS = 1 << 20
 SHARES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
 
@@ -61,15 +65,30 @@ def zstd(old: Tensor, new: Tensor) -> int:
     return len(zstandard.ZstdCompressor(level=3).compress(changed.t().contiguous().numpy().tobytes()))
 
 
-def main() -> None:
+def measure() -> list[dict[str, Any]]:
+    """Bytes of both, for each kind of tensor and share of elements."""
+    return [
+        {"tensor": name, "share": share, "ours": ours(old, new), "zstd": zstd(old, new)}
+        for share in SHARES
+        for name, old, new in tensors(share)
+    ]
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    """A row for each kind of tensor: bytes of ours, and of zstd."""
     rows: dict[str, list[str]] = {}
-    for share in SHARES:
-        for name, old, new in tensors(share):
-            rows.setdefault(name, []).append(f"{ours(old, new):,}, {zstd(old, new):,}")
-    print("| tensor |", " | ".join(f"{100 * share:g} %" for share in SHARES), "|")
-    print("|---|" + "---|" * len(SHARES))
-    for name, cells in rows.items():
-        print(f"| {name} |", " | ".join(cells), "|")
+    for each in found:
+        rows.setdefault(each["tensor"], []).append(f"{each['ours']:,}, {each['zstd']:,}")
+    shares = dict.fromkeys(each["share"] for each in found)
+    headings = ["one element" if share * ELEMENTS < 2 else f"{100 * share:g} %" for share in shares]
+    return rows_of(["tensor", *headings], ([name, *cells] for name, cells in rows.items()))
+
+
+def main() -> None:
+    found, command = measure(), ["python", "-m", "benchmarks.weight_dtypes"]
+    write_figures("weight-dtypes.json", command, {"zstandard": zstandard.__version__}, None, found=found)
+    put_into(PAGE, markdown(found), MARKS)
+    print(markdown(found))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from benchmarks import (
     plan,
     remake,
     schedules,
+    weight_dtypes,
     weight_ways,
     weights,
 )
@@ -70,6 +71,10 @@ def test_weights():
 def test_schedules_by_the_number_of_ranks():
     found = committed("plan-ranks.json")["calls"]
     assert plan.table_of_ranks(found) in plan.PAGE.read_text()
+
+
+def test_dtypes_of_weights():
+    assert weight_dtypes.markdown(committed("weight-dtypes.json")["found"]) in weight_dtypes.PAGE.read_text()
 
 
 def test_ways_to_send_weights():
