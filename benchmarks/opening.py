@@ -1,9 +1,11 @@
 """What it takes to open communicators: many ranks on one machine, and many communicators over two.
 
     .venv/bin/python -m benchmarks.opening [--ranks 16 64 256] [--communicators 100]
+    .venv/bin/python -m benchmarks.opening --ranks 1024 --communicators 0       # on a machine that does nothing else
 
 Ranks are forks of this process, which has imported torch once, and meet at a TCPStore, without process groups of their
-own. Prints the tables of docs/results/planning.md.
+own. Writes benchmarks/results/opening.json, where rows of other numbers of ranks stay, and the table of
+docs/results/planning.md.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.performance import RESULTS, Record, read, rows_of
+from benchmarks.weights import put_into, write_figures
 from ncz_plugins import Communicator
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, MARKS = ROOT / "docs" / "results" / "planning.md", ("<!-- opening -->", "<!-- end of opening -->")
+SECONDS = {"open": "s to open", "first call": "first call", "second call": "second"}  # of the slowest rank
+TAKEN = {"descriptors at first": "descriptors", "descriptors": "with calls", "threads": "threads", "megabytes": "MB"}
 _SECONDS = 300
 _ELEMENTS = 1 << 18  # of the all_reduce: 1 MiB
 _CONFIG = {"transport": {"min_bytes": 0, "timeout_seconds": _SECONDS, "link_gbps": 1, "hierarchy": "off"}}
@@ -111,25 +119,38 @@ def measured(ranks: int, communicators: int) -> list[dict[str, float]]:
         return [json.loads(Path(folder, f"{rank}").read_text()) for rank in range(ranks)]
 
 
-def row(ranks: int, communicators: int) -> str:
-    """A row of the table: seconds of the slowest rank, and medians of what ranks take. Rank 0 serves a store."""
+def record_of(ranks: int, communicators: int) -> Record:
+    """Seconds of the slowest rank, and medians of what ranks take. Rank 0 serves a store."""
     found = measured(ranks, communicators)
-    slowest = [max(each[name] for each in found) for name in ("open", "first call", "second call")]
-    names = ("descriptors at first", "descriptors", "threads", "megabytes")
-    usual = [median(each[name] for each in found) for name in names]
-    cells = [f"{ranks}", f"{communicators}", *(f"{each:.2g}" for each in slowest), *(f"{each:.0f}" for each in usual)]
-    return f"| {' | '.join(cells)} |"
+    record: Record = {"ranks": ranks, "communicators": communicators}
+    record |= {name: max(each[name] for each in found) for name in SECONDS}
+    return record | {name: median(each[name] for each in found) for name in TAKEN}
+
+
+def markdown(records: list[Record]) -> str:
+    """A row for each number of ranks and communicators."""
+    rows = []
+    for each in records:
+        cells = [f"{each[name]:.2g}" for name in SECONDS] + [f"{each[name]:.0f}" for name in TAKEN]
+        rows.append([f"{each['ranks']:,}", f"{each['communicators']}", *cells])
+    return rows_of(["ranks", "communicators", *SECONDS.values(), *TAKEN.values()], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--communicators", type=int, default=100, help="over two ranks")
+    parser.add_argument("--communicators", type=int, default=100, help="over two ranks; 0: only one (default: 100)")
     arguments = parser.parse_args()
-    print("| ranks | communicators | s to open | first call | second | descriptors | with calls | threads | MB |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for ranks, communicators in [*((ranks, 1) for ranks in arguments.ranks), (2, arguments.communicators)]:
-        print(row(ranks, communicators), flush=True)
+    wanted = [(ranks, 1) for ranks in arguments.ranks]
+    wanted += [(2, arguments.communicators)] if arguments.communicators else []
+    known = read("opening")["found"] if (RESULTS / "opening.json").exists() else []
+    found = {(each["ranks"], each["communicators"]): each for each in known}
+    for ranks, communicators in wanted:
+        found[ranks, communicators] = record_of(ranks, communicators)
+        print(found[ranks, communicators], flush=True)
+    records = sorted(found.values(), key=lambda each: (each["communicators"], each["ranks"]))
+    write_figures("opening.json", ["python", "-m", "benchmarks.opening"], {}, None, found=records)
+    put_into(PAGE, markdown(records), MARKS)
 
 
 if __name__ == "__main__":
