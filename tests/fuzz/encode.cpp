@@ -167,8 +167,8 @@ void check_scales(const Control& control, const Memory& x, const uint8_t* data, 
                      __builtin_ldexp(control.costs[3], -16), 0x1p-126, 0x1.fffffep+127};
     output_of_both(8 + 8 * blocks, [&](const Kernels& kernels, void* out) {
         Memory inverse_steps(4 * blocks, kernels.fill), scales(4 * blocks, kernels.fill);
-        double spread = kernels.steps_of(agreed.as<uint16_t>(), blocks, rule, inverse_steps.as<float>(),
-                                         scales.as<float>());
+        double spread = kernels.steps_of(agreed.as<uint16_t>(), blocks, reinterpret_cast<const StepRule*>(rule),
+                                         inverse_steps.as<float>(), scales.as<float>());
         auto end = static_cast<uint8_t*>(out);
         memcpy(end, &spread, sizeof spread);
         memcpy(end + 8, inverse_steps.data(), size_t(4 * blocks));

@@ -11,6 +11,10 @@
 
 #include "common/format.h"
 
+namespace ncz {
+struct StepRule;  // eleven doubles: cpu/scales.h
+}
+
 #define NCZ_DECLARE(set)                                                                                              \
     extern "C" {                                                                                                      \
     int64_t ncz_scratch_bytes_##set(int64_t count);                                                                   \
@@ -41,8 +45,8 @@
     int32_t ncz_decode_changes_##set(const uint8_t* frame, int64_t bytes, const void* base, int64_t count, void* out, \
                                      int32_t dtype, uint32_t* digests, int32_t* codes, uint8_t* scratch);             \
     void ncz_root_mean_squares_##set(const void* x, int32_t dtype, int64_t count, double most, uint16_t* out);        \
-    double ncz_steps_of_##set(const uint16_t* agreed, int64_t blocks, const double* rule, float* inverse_steps,       \
-                              float* scales);                                                                         \
+    double ncz_steps_of_##set(const uint16_t* agreed, int64_t blocks, const ncz::StepRule* rule,                      \
+                              float* inverse_steps, float* scales);                                                   \
     }
 
 NCZ_DECLARE(portable)

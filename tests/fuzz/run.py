@@ -1,26 +1,35 @@
 """Builds the fuzz targets with sanitizers and runs them side by side. docs/results/fuzzing.md says what they check.
 
-    python tests/fuzz/run.py [--seconds 20] [--folder build/fuzz] [--compiler clang++] [--without-libfuzzer]
+    python tests/fuzz/run.py [--seconds 20] [--folder build/fuzz] [--compiler clang++] [--without-libfuzzer] [--json F]
 
 With clang++ and its libFuzzer, that mutates, and keeps what reaches new code in FOLDER/corpus; else driver.cpp mutates.
+--json writes how many inputs were tried and what was found; the committed file, of an hour with libFuzzer, is
+benchmarks/results/fuzz.json, and the table of docs/results/fuzzing.md is made of it.
 An input that fails is kept in FOLDER. Run a target on it to see the report again: FOLDER/decode FOLDER/decode-crash...
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import compiling
 import seeds
+
+from ncz_plugins.cli import machine
+from ncz_plugins.version import __version__
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -111,12 +120,41 @@ def _start(folder: Path, target: str, seconds: float, libfuzzer: bool) -> subpro
         return subprocess.Popen([folder / target, *options, folder / "seeds" / target], stdout=log, stderr=log)
 
 
+def report(log: str) -> dict[str, Any]:
+    """What a target's log says: inputs tried, and the last words about what was found; None if that is nothing."""
+    inputs = re.findall(r"^stat::number_of_executed_units: +(\d+)|^Done (\d+) runs", log, flags=re.MULTILINE)
+    found = re.findall(r"^(?:SUMMARY|FAILED): (.*)", log, flags=re.MULTILINE)
+    return {"inputs": int("".join(inputs[-1])) if inputs else None, "found": found[0] if found else None}
+
+
+def figures(folder: Path, seconds: float, cxx: str, command: str) -> dict[str, Any]:
+    """What a run has tried and found, from its logs, ready for JSON."""
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    return {
+        "command": command,
+        "versions": {"ncz_plugins": __version__, "compiler": version},
+        "cpu": machine.cpu(),
+        "seconds": seconds,
+        "targets": {each: report((folder / f"{each}.log").read_text(errors="replace")) for each in TARGETS},
+    }
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """A row for each target."""
+    lines = ["| target | minutes | inputs | sanitizer reports |", "|---|---:|---:|---|"]
+    for target, each in document["targets"].items():
+        cells = f"`{target}`", f"{document['seconds'] / 60:.0f}", f"{each['inputs']:,}", each["found"] or "none"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "fuzz")
     parser.add_argument("--compiler", default=compiler())
     parser.add_argument("--without-libfuzzer", action="store_true")
+    parser.add_argument("--json", type=Path, help="a file for what was tried and found")
     arguments = parser.parse_args()
     if not arguments.compiler or not has_sanitizers(arguments.compiler):
         print("There is no C++ compiler with AddressSanitizer on the PATH.", file=sys.stderr)
@@ -126,6 +164,9 @@ def main() -> int:
     print(f"{arguments.compiler} with {mutator}, {arguments.seconds:g} s; logs in {arguments.folder}", flush=True)
     build(arguments.folder, arguments.compiler, libfuzzer)
     failed = fuzz(arguments.folder, arguments.seconds, libfuzzer)
+    if arguments.json:
+        found = figures(arguments.folder, arguments.seconds, arguments.compiler, shlex.join(["python", *sys.argv]))
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     for target in TARGETS:
         print(failed.get(target, f"{target}: nothing found"))
     return 1 if failed else 0

@@ -3,12 +3,16 @@
 
 #pragma once
 
-namespace {
+namespace ncz {
 
 // ../format.h's StepRule, without the mode.
 struct StepRule {
     double value, addends, share, divisor, steps_per_bound, least, reserved, most, rounding, tiny, cap;
 };
+
+}  // namespace ncz
+
+namespace {
 
 constexpr double ROOT_OF_BLOCK = 0x1.6a09e667f3bcdp+3;  // the square root of SCALE_BLOCK
 constexpr double BFLOAT16_ROUNDING = 1 + 0x1p-7;        // what was rounded down was less than this times as large
