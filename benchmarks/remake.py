@@ -4,7 +4,8 @@
     sudo .venv/bin/python -m benchmarks.remake 'perf-default-*' small-calls
 
 Names are those of files in benchmarks/results, with wildcards; without names everything is measured, one after the
-other, in two days. Run it on a machine that does nothing else. Links need root. Results on GPUs come from `make gpu`.
+other, in two days. Run it on a machine that does nothing else. Links need root. --list also says where files come from
+that are not measured here.
 """
 
 from __future__ import annotations
@@ -82,12 +83,31 @@ JOBS = {
     "weights": Job(6, "-m benchmarks.weights"),
     "weight-ways": Job(13, "-m benchmarks.weight_ways"),
     "patch-files": Job(5, "-m benchmarks.patch_files"),
+    "weight-dtypes": Job(1, "-m benchmarks.weight_dtypes"),
     "third-party": Job(20, "-m benchmarks.thirdparty.run --write"),
     "convergence": Job(120, "benchmarks/convergence/suite.py"),
     "frontier": Job(90, "benchmarks/convergence/frontier.py"),
     "activations": Job(30, "benchmarks/convergence/activations.py"),
     # Adds runs to convergence.json, which is why it comes last.
     "evidence": Job(3000, "benchmarks/convergence/evidence.py --seeds 5"),
+}
+
+OF_NOTEBOOK = "for docs/notebook, once: the file says by what command"
+MADE_OTHERWISE = {  # files, with wildcards
+    "gpu": "make gpu, on a machine with a GPU; then python -m benchmarks.gpu_page",
+    "gpu-steps": "python benchmarks/gpu_steps.py, on a machine with a GPU",
+    "gpu-predicted": "a model of the compiled kernels, not measured",
+    "demo": "make demo; then python -m benchmarks.demo_page",
+    "muon-real-ranks": "torchrun --nproc-per-node 2 benchmarks/convergence/under_ddp.py, for each task and seed",
+    "guard-4-ranks": "torchrun --nproc-per-node 4 benchmarks/guard.py --output benchmarks/results/guard-4-ranks.json",
+    "fixed-rate": "python benchmarks/fixed_rate.py",
+    "perf-incompressible": OF_NOTEBOOK,
+    "perf-1gbit-*-ranks-alone": OF_NOTEBOOK,
+    "perf-1gbit-*-ranks-rms-1": OF_NOTEBOOK,
+    "perf-between-*-ranks": OF_NOTEBOOK,
+    "perf-small-*-ranks": OF_NOTEBOOK,
+    "end-to-end-weights-unlimited": OF_NOTEBOOK,
+    "*-epyc": f"{OF_NOTEBOOK}, beside files of a Xeon",
 }
 
 
@@ -143,6 +163,10 @@ def main() -> int:
         for name, job in arguments.jobs.items():
             add_row(listed, name, f"{job.minutes:,}", *age(name), f"python {job.command}")
         console.print(listed)
+        others = table("file", "comes from")
+        for name, source in MADE_OTHERWISE.items():
+            add_row(others, name, source)
+        console.print(others)
         return 0
     failed = []
     for name, job in arguments.jobs.items():
