@@ -3,8 +3,8 @@
     python tests/fuzz/run.py [--seconds 20] [--folder build/fuzz] [--compiler clang++] [--without-libfuzzer] [--json F]
 
 With clang++ and its libFuzzer, that mutates, and keeps what reaches new code in FOLDER/corpus; else driver.cpp mutates.
---json writes how many inputs were tried and what was found; the committed file, of an hour with libFuzzer, is
-benchmarks/results/fuzz.json, and the table of docs/results/fuzzing.md is made of it.
+--json writes how many inputs were tried and what was found; benchmarks/results/fuzz.json is such a file, with which the
+table of docs/results/fuzzing.md is written as well.
 An input that fails is kept in FOLDER. Run a target on it to see the report again: FOLDER/decode FOLDER/decode-crash...
 """
 
@@ -43,6 +43,9 @@ FLAGS = ["-std=c++17", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-
 COVERAGE = ["-fsanitize-coverage=inline-8bit-counters,pc-table"]  # for libFuzzer, of the kernels only
 AVX2 = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
 LONGEST = 20000  # bytes of an input
+
+RESULTS = ROOT / "benchmarks" / "results" / "fuzz.json"
+PAGE, MARKS = ROOT / "docs" / "results" / "fuzzing.md", ("<!-- figures -->", "<!-- end of figures -->")
 
 
 def compiler() -> str | None:
@@ -127,16 +130,20 @@ def report(log: str) -> dict[str, Any]:
     return {"inputs": int("".join(inputs[-1])) if inputs else None, "found": found[0] if found else None}
 
 
-def figures(folder: Path, seconds: float, cxx: str, command: str) -> dict[str, Any]:
-    """What a run has tried and found, from its logs, ready for JSON."""
+def keep(file: Path, folder: Path, seconds: float, cxx: str, command: str) -> None:
+    """Write what a run has tried and found, from its logs; for the committed file, the table of the page as well."""
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
-    return {
+    document = {
         "command": command,
         "versions": {"ncz_plugins": __version__, "compiler": version},
         "cpu": machine.cpu(),
         "seconds": seconds,
         "targets": {each: report((folder / f"{each}.log").read_text(errors="replace")) for each in TARGETS},
     }
+    file.write_text(json.dumps(document, indent=1) + "\n")
+    if file.resolve() == RESULTS:
+        before, mark, rest = PAGE.read_text().partition(MARKS[0])
+        PAGE.write_text(f"{before}{mark}\n{markdown(document)}\n{''.join(rest.partition(MARKS[1])[1:])}")
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -165,8 +172,8 @@ def main() -> int:
     build(arguments.folder, arguments.compiler, libfuzzer)
     failed = fuzz(arguments.folder, arguments.seconds, libfuzzer)
     if arguments.json:
-        found = figures(arguments.folder, arguments.seconds, arguments.compiler, shlex.join(["python", *sys.argv]))
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        command = shlex.join(["python", *sys.argv])
+        keep(arguments.json, arguments.folder, arguments.seconds, arguments.compiler, command)
     for target in TARGETS:
         print(failed.get(target, f"{target}: nothing found"))
     return 1 if failed else 0
