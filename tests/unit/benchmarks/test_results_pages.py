@@ -15,6 +15,7 @@ from repository import ROOT
 
 from benchmarks import (
     codec_table,
+    demo_page,
     gains,
     gpu_page,
     patch_files,
@@ -187,6 +188,18 @@ def of_plans_and_weights() -> Iterator[tuple]:
 def test_sentences_that_pages_begin_with(sentences):
     for page, words in sentences():
         assert words in " ".join(page.read_text().split()), page
+
+
+@pytest.mark.skipif(not (performance.RESULTS / "demo.json").exists(), reason="`make demo` has not been kept yet")
+def test_the_demo():
+    found = committed("demo.json")
+    assert "\n".join([demo_page.MARKS[0], demo_page.markdown(found), demo_page.MARKS[1]]) in demo_page.PAGE.read_text()
+    plain, ours = (found["runs"][name] for name in ("plain", "ncclz"))
+    fewer = plain["interface_bytes_per_step"] / ours["interface_bytes_per_step"]
+    readme = " ".join(README.read_text().split())
+    assert f"a step takes {ours['slow_step_seconds']:.2f} s instead of {plain['slow_step_seconds']:.2f} s" in readme
+    assert f"{fewer:.1f} times fewer gradient bytes ({fewer / 2:.1f} than bf16)" in readme
+    assert f"the validation loss is {ours['validation_loss']:.4f}, not {plain['validation_loss']:.4f}." in readme
 
 
 def test_it_is_known_where_each_file_comes_from():
