@@ -1,9 +1,9 @@
 """Random collectives on real ranks for a long time, each checked on every rank (docs/results/soak.md).
 
-    python benchmarks/soak/soak.py [--seconds 1800] [--ranks 4] [--seed N] [--first SESSION --sessions 1]
+    python benchmarks/soak/soak.py [--seconds 1800] [--ranks 4] [--seed N] [--first SESSION --sessions 1] [--json FILE]
 
 What is run follows from the seed, the number of ranks and --largest. A failure names the session: run that one alone
-to see it again.
+to see it again. With --json benchmarks/results/soak.json, tables of both pages are written as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,10 +27,14 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import free_port
+from ncz_plugins.version import __version__
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "soak.json"
+PAGE, NOTEBOOK = ROOT / "docs" / "results" / "soak.md", ROOT / "docs" / "notebook" / "soak.md"
 SILENCE = 600.0  # seconds without a word from any rank, after which the run is ended
 GRACE = 30.0  # seconds for the other ranks to end after one has failed
 KERNELS = ("auto", "portable")  # of even ranks, of odd ranks: they must agree to the bit
@@ -140,6 +145,47 @@ def show(found: list[dict], seed: int) -> None:
     console.print(table)
 
 
+def document(found: list[dict], seed: int, command: str) -> dict:
+    """What the file holds: of the memory and files that a rank took, those after the warm-up and at the end."""
+    ranks = [{**one, "usages": [one["usages"][0], one["usages"][-1]]} for one in found]
+    versions = {"ncz_plugins": __version__, "torch": machine.installed_version("torch")}
+    return {"command": command, "versions": versions, "cpu": machine.cpu(), "seed": seed, "ranks": ranks}
+
+
+def summary(kept: dict) -> str:
+    """A run as Markdown, for the page of results."""
+    ranks = kept["ranks"]
+    calls, elements = (sum(one[key] for one in ranks) for key in ("calls", "elements"))
+    before, after = (max(one["usages"][when]["resident"] for one in ranks) / 1e6 for when in (0, -1))
+    cells = {
+        "minutes": f"{ranks[0]['seconds'] / 60:.0f}",
+        "ranks": f"{len(ranks)}",
+        "sessions": f"{ranks[0]['sessions']:,}",
+        "checked calls": f"{calls:,}",
+        "of that compressed": f"{total(ranks)['went']['compressed']:,}",
+        "elements": f"{elements / 1e9:.1f} billion",
+        "largest error, of its bound": f"{max(one['worst'] for one in ranks):.8f}",
+        "resident memory of a rank, first and last": f"{before:.0f}, {after:.0f} MB",
+    }
+    return "\n".join(f"| {' | '.join(line)} |" for line in (cells, ["---:"] * len(cells), cells.values()))
+
+
+def by_kind(kept: dict) -> str:
+    """The calls of a run by kind as Markdown, for the notebook."""
+    lines = ["| | calls |", "|---|---|"]
+    for kind, counts in total(kept["ranks"]).items():
+        told = (f"{name}: {count:,}" for name, count in counts.most_common())
+        lines.append(f"| {kind.replace('_', ' ')} | {', '.join(told)} |")
+    return "\n".join(lines)
+
+
+def put_into_pages(kept: dict) -> None:
+    """Write the tables between the marks of both pages."""
+    for page, table in ((PAGE, summary(kept)), (NOTEBOOK, by_kind(kept))):
+        before, first, rest = page.read_text().partition("<!-- figures -->\n")
+        page.write_text(before + first + table + "\n" + "".join(rest.partition("<!-- end of figures -->")[1:]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800)
@@ -164,7 +210,10 @@ def main() -> int:
     shutil.rmtree(folder)
     show(found, arguments["seed"])
     if file:
-        file.write_text(json.dumps(found, indent=1))
+        kept = document(found, arguments["seed"], shlex.join(["python", *sys.argv]))
+        file.write_text(json.dumps(kept, indent=1) + "\n")
+        if file.resolve() == RESULTS:
+            put_into_pages(kept)
     return 0
 
 

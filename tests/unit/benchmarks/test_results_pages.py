@@ -9,6 +9,7 @@ from statistics import fmean
 import evidence
 import frontier
 import pytest
+import soak
 from evidence import GPT, Cell
 from outcome import interval
 from repository import ROOT
@@ -188,6 +189,13 @@ def of_plans_and_weights() -> Iterator[tuple]:
 def test_sentences_that_pages_begin_with(sentences):
     for page, words in sentences():
         assert words in " ".join(page.read_text().split()), page
+
+
+def test_the_soak():
+    kept = committed("soak.json")
+    page = soak.PAGE.read_text()
+    assert soak.summary(kept) in page and soak.by_kind(kept) in soak.NOTEBOOK.read_text()
+    assert f"In {sum(one['calls'] for one in kept['ranks']):,} checked calls of random collectives, no result" in page
 
 
 @pytest.mark.skipif(not (performance.RESULTS / "demo.json").exists(), reason="`make demo` has not been kept yet")
