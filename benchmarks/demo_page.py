@@ -3,7 +3,7 @@
     make demo
     .venv/bin/python -m benchmarks.demo_page [results/demo.json]
 
-Keeps in benchmarks/results/demo.json what pages say of it: versions and summaries, and not each step.
+Keeps in benchmarks/results/demo.json what pages and their picture show: versions, summaries, and the loss of each step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MB = 1e6
 
 
 def kept(whole: Record) -> Record:
-    """What pages say of a run: the summaries, with the bytes that a rank has sent in a slow step, weights included."""
+    """What pages show of a run: summaries, losses, and bytes that a rank has sent in a slow step, weights included."""
     words = shlex.split(whole["runs"]["plain"]["command"])
     steps, slow, ranks = (int(words[words.index(name) + 1]) for name in ("--steps", "--slow-steps", "--num_gpus"))
     runs = {}
     for name, run in whole["runs"].items():
         counted = [step["interface_bytes_so_far"] for step in run["steps"][steps - slow - 1 :]]
         sent = median(after - before for before, after in pairwise(counted)) / ranks
-        runs[name] = run["summary"] | {"bytes_of_slow_step": sent}
+        runs[name] = run["summary"] | {"bytes_of_slow_step": sent, "losses": [step["loss"] for step in run["steps"]]}
     return {"versions": whole["versions"], "steps": steps, "slow_steps": slow, "ranks": ranks, "runs": runs}
 
 
