@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from statistics import fmean
 
+import ddp_hooks
 import evidence
 import frontier
 import pytest
@@ -189,6 +190,10 @@ def of_plans_and_weights() -> Iterator[tuple]:
 def test_sentences_that_pages_begin_with(sentences):
     for page, words in sentences():
         assert words in " ".join(page.read_text().split()), page
+
+
+def test_hooks_of_ddp():
+    assert ddp_hooks.markdown(committed("ddp-hooks.json")["runs"]) in ddp_hooks.PAGE.read_text()
 
 
 def test_the_soak():
