@@ -20,16 +20,15 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.performance import RESULTS, Record, read, rows_of
-from benchmarks.weights import put_into, write_figures
 from ncz_plugins import Communicator
 
 ROOT = Path(__file__).resolve().parents[1]
+NUMBERS = ROOT / "benchmarks" / "results" / "opening.json"
 PAGE, MARKS = ROOT / "docs" / "results" / "planning.md", ("<!-- opening -->", "<!-- end of opening -->")
 SECONDS = {"open": "s to open", "first call": "first call", "second call": "second"}  # of the slowest rank
 TAKEN = {"descriptors at first": "descriptors", "descriptors": "with calls", "threads": "threads", "megabytes": "MB"}
@@ -119,16 +118,18 @@ def measured(ranks: int, communicators: int) -> list[dict[str, float]]:
         return [json.loads(Path(folder, f"{rank}").read_text()) for rank in range(ranks)]
 
 
-def record_of(ranks: int, communicators: int) -> Record:
+def record_of(ranks: int, communicators: int) -> dict[str, Any]:
     """Seconds of the slowest rank, and medians of what ranks take. Rank 0 serves a store."""
     found = measured(ranks, communicators)
-    record: Record = {"ranks": ranks, "communicators": communicators}
+    record: dict[str, Any] = {"ranks": ranks, "communicators": communicators}
     record |= {name: max(each[name] for each in found) for name in SECONDS}
     return record | {name: median(each[name] for each in found) for name in TAKEN}
 
 
-def markdown(records: list[Record]) -> str:
+def markdown(records: list[dict[str, Any]]) -> str:
     """A row for each number of ranks and communicators."""
+    from benchmarks.performance import rows_of
+
     rows = []
     for each in records:
         cells = [f"{each[name]:.2g}" for name in SECONDS] + [f"{each[name]:.0f}" for name in TAKEN]
@@ -143,13 +144,16 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = [(ranks, 1) for ranks in arguments.ranks]
     wanted += [(2, arguments.communicators)] if arguments.communicators else []
-    known = read("opening")["found"] if (RESULTS / "opening.json").exists() else []
+    known = json.loads(NUMBERS.read_text())["found"] if NUMBERS.exists() else []
     found = {(each["ranks"], each["communicators"]): each for each in known}
     for ranks, communicators in wanted:
         found[ranks, communicators] = record_of(ranks, communicators)
         print(found[ranks, communicators], flush=True)
+    # What is imported before ranks are forked takes memory of each.
+    from benchmarks.weights import put_into, write_figures
+
     records = sorted(found.values(), key=lambda each: (each["communicators"], each["ranks"]))
-    write_figures("opening.json", ["python", "-m", "benchmarks.opening"], {}, None, found=records)
+    write_figures(NUMBERS.name, ["python", "-m", "benchmarks.opening"], {}, None, found=records)
     put_into(PAGE, markdown(records), MARKS)
 
 
