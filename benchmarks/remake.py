@@ -100,6 +100,8 @@ MADE_OTHERWISE = {  # files, with wildcards
     "gpu-steps": "python benchmarks/gpu_steps.py, on a machine with a GPU",
     "gpu-predicted": "a model of the compiled kernels, not measured",
     "demo": "make demo; then python -m benchmarks.demo_page",
+    "halo": "python examples/halo_exchange.py --json benchmarks/results/halo.json",
+    "codec-bounds": "the job codec-data",
     "muon-real-ranks": "torchrun --nproc-per-node 2 benchmarks/convergence/under_ddp.py, for each task and seed",
     "guard-4-ranks": "torchrun --nproc-per-node 4 benchmarks/guard.py --output benchmarks/results/guard-4-ranks.json",
     "fixed-rate": "python benchmarks/fixed_rate.py",
