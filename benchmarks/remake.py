@@ -63,6 +63,7 @@ JOBS = {
     "perf-all-to-all-4-ranks": Job(5, f"{PERF} all_to_all --ranks 4 {EXCHANGE}"),
     "perf-all-to-all-8-ranks": Job(8, f"{PERF} all_to_all --ranks 8 {EXCHANGE}"),
     "small-calls": Job(2, "-m benchmarks.small_calls --json benchmarks/results/small-calls.json"),
+    "coming-from": Job(5, "-m benchmarks.coming_from --json benchmarks/results/coming-from.json"),
     "connections": Job(10, "-m benchmarks.connections --json benchmarks/results/connections.json"),
     "end-to-end-weights": Job(7, f"{STEPS} --frameworks deepspeed,deepspeed-bf16 --rounds 2"),
     "end-to-end-zero-3": Job(4, f"{STEPS} --frameworks deepspeed-zero-3 --rounds 2"),

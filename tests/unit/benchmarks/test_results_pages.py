@@ -18,6 +18,7 @@ from repository import ROOT
 
 from benchmarks import (
     codec_table,
+    coming_from,
     demo_page,
     gains,
     gpu_page,
@@ -257,3 +258,12 @@ def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
     page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
     weights.put_into(page, "new")
     assert page.read_text().split("\n") == ["before", marks[0], "new", marks[1], "after", ""]
+
+
+def test_what_horovod_and_hivemind_sent():
+    found, page = committed("coming-from.json"), " ".join(coming_from.PAGE.read_text().split())
+    for sentence in (*coming_from.of_horovod(found), *coming_from.of_hivemind(found)):
+        assert sentence in page
+    # Half as many bytes are a mean of 16 bits, and a quarter of those that is none.
+    plain, fp16, eight = found["hivemind"]
+    assert plain["error"] < fp16["error"] < 1e-3 and eight["error"] > 0.99
