@@ -89,6 +89,11 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     for page in pages:
         text = page.read_text()
         assert not re.search(r"<(?:script|img)[^>]+src=\"?https?:|<link[^>]+stylesheet[^>]+href=\"?https?:", text), page
+        if page.name != "404.html":  # only servers show that one
+            [worker] = re.findall(r'<script src="([^"]*iframe-worker[^"]*)"', text)
+            assert (page.parent / worker).is_file(), page
+    # The search of pages that are opened from disk: the index is a script, and the script above stands in for a worker.
+    assert (tmp_path / "site" / "search" / "search_index.js").read_text().startswith("var __index = {")
 
 
 def test_clean_leaves_what_git_knows(tmp_path):
