@@ -77,7 +77,7 @@ def gains_of(documents: dict[str, Any]) -> list[Gain]:
 
 def table(found: list[Gain]) -> str:
     """The rows as Markdown."""
-    lines = ["| | plain | ncclz | as fast |", "|---|---:|---:|---:|"]
+    lines = ["| | plain | ncclz | speed-up |", "|---|---:|---:|---:|"]
     for gain in found:
         plain, ncclz, factor = gain.cells
         lines.append(f"| {gain.what}, {gain.where} | {plain} | {ncclz} | **{factor}** |")
