@@ -20,7 +20,7 @@ BIN := .venv/bin
 COVERAGE ?= $(CURDIR)/.cache/coverage
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence results fuzz soak thirdparty versions wheels installed docs clean
+.PHONY: help setup setup-demo setup-tools demo quick test coverage lint bench gpu carry convergence results fuzz soak thirdparty versions wheels installed release docs clean
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,9 @@ wheels: setup-tools  ## what is published: a source distribution and a wheel for
 
 installed: setup-tools  ## the wheel in dist/ without a checkout, with the oldest and the newest Python and torch (10 minutes)
 	@$(BIN)/nox -s installed $(ARGS)
+
+release:  ## check that all places name one version, and with ARGS="--tag v1.2.3" that a tag fits
+	@$(PYTHON) tools/release.py $(ARGS)
 
 docs: setup-tools  ## the documentation as a site in site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

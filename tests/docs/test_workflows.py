@@ -6,8 +6,6 @@ import pytest
 import yaml
 from repository import ROOT
 
-from ncz_plugins.version import __version__
-
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 
@@ -21,9 +19,15 @@ def test_workflows_run_nothing_but_make_targets(path):
         assert command.removeprefix("make ") in targets, f"{path.name}: {command}"
 
 
-def test_the_version_that_is_cited_is_that_of_the_package():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert str(cited["version"]) == __version__
+def test_a_release_begins_by_comparing_its_tag_with_the_version():
+    steps = yaml.safe_load((FOLDER / "release.yml").read_text())["jobs"]["wheels"]["steps"]
+    assert [step["run"] for step in steps if "run" in step][0] == "make release"
+
+
+def test_the_version_of_actionlint_is_one():
+    used = re.findall(r"rhysd/actionlint\S*[:@]v?([\d.]+\d)", (FOLDER / "tests.yml").read_text())
+    named = re.findall(r"rhysd/actionlint\S*@v([\d.]+\d)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(used) == 1 and used == named
 
 
 @pytest.mark.parametrize("name", ["release", "docs"])

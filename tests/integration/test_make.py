@@ -37,6 +37,7 @@ ARGUMENTS = {
     "versions": ["ARGS=--list"],
     "wheels": ["ARGS=--help"],
     "installed": ["ARGS=--list"],
+    "release": [],
     "docs": ["ARGS=--site-dir {}/site"],
 }
 
