@@ -70,6 +70,7 @@ REQUIRED = {name: name for name in FRAMEWORKS} | {  # packages, by page
 PROGRAM_SECONDS = 200  # they take seconds on an idle machine
 # Examples that no other test runs: the page whose imports they share, options that make them short, and what they say.
 EXAMPLES = {
+    "train_diloco.py": ("diloco", "--steps 2 --sync-every 2 --batch 2", r"identical': True.*'ratio': ([5-9]|1\d)\."),
     "train_fsdp.py": ("fsdp", "--steps 3 --layers 1 --batch 2", "'replicas_identical': True"),
     "train_hugging_face.py": ("hugging-face", "--steps 3", r"steps 1 to 3: 100% .* ratio [5-9]"),
     "train_lightning.py": ("lightning", "--steps 3", r"steps 1 to 3: 100% .* ratio [5-9]"),
