@@ -5,6 +5,7 @@
 
 Wheels are built from the source distribution, so one that lacks a file fails here. auditwheel checks that the native
 library asks for nothing that older Linux distributions lack, and names the wheel after the oldest glibc it runs with.
+A library that was not stripped, or that has become too large, is an error.
 """
 
 import argparse
@@ -15,7 +16,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from io import BytesIO
 from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -61,16 +65,19 @@ def build(folder: Path, architecture: str) -> Path:
 def check_library(wheel: Path) -> None:
     """Raise SystemExit unless the wheel has the native library: setup.py also builds a package without it.
 
-    So does a library that has become too large.
+    So do a library that has become too large, and one with the names that only linkers and debuggers read.
     """
     with zipfile.ZipFile(wheel) as archive:
         if LIBRARY not in archive.namelist():
             raise SystemExit(f"error: {wheel.name} lacks {LIBRARY}: no C++17 compiler could build it, see above")
-        size = archive.getinfo(LIBRARY).file_size
-    if size > MOST_LIBRARY_BYTES:
+        library = archive.read(LIBRARY)
+    if len(library) > MOST_LIBRARY_BYTES:
         raise SystemExit(
-            f"error: {LIBRARY} has {size:,} bytes, more than {MOST_LIBRARY_BYTES:,}: `nm -S --size-sort -C`"
+            f"error: {LIBRARY} has {len(library):,} bytes, more than {MOST_LIBRARY_BYTES:,}: `nm -S --size-sort -C`"
         )
+    sections = [section.name for section in ELFFile(BytesIO(library)).iter_sections()]
+    if unwanted := [name for name in sections if name.startswith((".symtab", ".debug"))]:
+        raise SystemExit(f"error: {LIBRARY} is not stripped, it has {', '.join(unwanted)}: setup.py links it with -s")
 
 
 def repair(wheel: Path) -> None:

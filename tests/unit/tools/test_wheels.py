@@ -1,4 +1,4 @@
-"""What `make wheels` publishes: a library that is not too large, a source distribution that lacks nothing, a page."""
+"""What `make wheels` publishes: a small, stripped library, a source distribution that lacks nothing, a page."""
 
 import os
 import shutil
@@ -30,8 +30,47 @@ def wheels(monkeypatch):
     return wheels
 
 
-def test_the_library_is_small_enough_to_be_published(wheels):
-    assert (ROOT / wheels.LIBRARY).stat().st_size <= wheels.MOST_LIBRARY_BYTES
+@pytest.fixture
+def wheel_with(wheels, tmp_path):
+    """A wheel that holds a library, or none."""
+
+    def make(library: bytes | None):
+        wheel = tmp_path / "ncz_plugins.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("ncz_plugins/version.py", "")
+            if library is not None:
+                archive.writestr(wheels.LIBRARY, library)
+        return wheel
+
+    return make
+
+
+def test_the_library_can_be_published(wheels, wheel_with):
+    wheels.check_library(wheel_with((ROOT / wheels.LIBRARY).read_bytes()))
+
+
+def test_a_library_that_is_missing_or_too_large_is_refused(wheels, wheel_with, monkeypatch):
+    with pytest.raises(SystemExit, match="ncz_plugins.whl lacks .*/libncz_cpu.so"):
+        wheels.check_library(wheel_with(None))
+    monkeypatch.setattr(wheels, "MOST_LIBRARY_BYTES", 1_000)
+    with pytest.raises(SystemExit, match="more than 1,000"):
+        wheels.check_library(wheel_with((ROOT / wheels.LIBRARY).read_bytes()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "flags,refused", [(["-s"], None), ([], r"has \.symtab: "), (["-g"], r"\.debug_info, .*\.symtab")]
+)
+def test_a_library_that_is_not_stripped_is_refused(wheels, wheel_with, tmp_path, flags, refused):
+    (tmp_path / "library.cpp").write_text("int answer() { return 42; }\n")
+    command = ["g++", "-shared", "-fPIC", *flags, "-o", "library.so", "library.cpp"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    wheel = wheel_with((tmp_path / "library.so").read_bytes())
+    if refused is None:
+        wheels.check_library(wheel)
+        return
+    with pytest.raises(SystemExit, match=refused):
+        wheels.check_library(wheel)
 
 
 def run(*command: str, folder, **environment: str) -> str:
