@@ -74,6 +74,7 @@ def installed(session: nox.Session, torch: str):
     session.install("-c", str(constraints), f"{wheel}[deepspeed]")
     folder = Path(session.create_tmp())
     program = shutil.copy(ROOT / "tests" / "integration" / "installed.py", folder)
+    shutil.copy(ROOT / "README.md", folder)  # whose lines for DeepSpeed the program trains with
     alone = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     session.chdir(folder)
     session.run("ncz", "info", env=alone)

@@ -1,9 +1,13 @@
 """What users do first with an installed package: a program for `torchrun --nproc-per-node 2`, without a checkout.
 
-`make installed` runs it where the wheel of `dist/` was installed. A call of all ranks, then a training by DeepSpeed.
+`make installed` runs it where the wheel of `dist/` was installed, with README.md beside it. A call of all ranks, then a
+training by DeepSpeed with the import and the JSON of README.md, as they are.
 """
 
+import json
+import re
 import site
+from importlib import import_module
 from pathlib import Path
 
 import deepspeed
@@ -11,13 +15,10 @@ import torch
 import torch.distributed as dist
 
 import ncz_plugins
-import ncz_plugins.deepspeed
 from ncz_plugins import kernels
 
 ELEMENTS = 1 << 20
-CONFIG = {
-    "communication_compression": {"transport": {"min_bytes": 0}},
-    "zero_optimization": {"stage": 2},
+OWN_JSON = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
@@ -43,10 +44,16 @@ others = [torch.empty_like(total) for _ in range(ranks)]
 dist.all_gather(others, total)
 assert all(torch.equal(total, other) for other in others)
 
-# DeepSpeed with the key in its JSON.
+# DeepSpeed, as README.md has it.
+[(module, added)] = re.findall(
+    r"^\*\*DeepSpeed\*\* takes one import, `import ([\w.]+)`.*?^```json\n(.*?)^```",
+    Path("README.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+import_module(module)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=OWN_JSON | json.loads(added))
 x = torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))
 losses = []
 for _ in range(10):
