@@ -164,7 +164,8 @@ def _meeting(draw: random.Random, ranks: tuple[int, ...], batches: list[tuple[Ca
         kinds = [
             each.get("kind") for each in (config["quantizer"], *(p.get("quantizer", {}) for p in config["policies"]))
         ]
-        if "lossless" in kinds:
+        # Sums of weights are without loss, too, where their role is compressed.
+        if "lossless" in kinds or "parameter" in config["roles"]:
             kept.append("schedule")  # which is the order in which floats are added
         transport = other["transport"] | {key: config["transport"][key] for key in kept}
         configs = (config, config | {"entropy": other["entropy"], "transport": transport})
