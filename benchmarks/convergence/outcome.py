@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -159,16 +160,24 @@ def fine_tuning(found: list[Outcome]) -> str:
 
 
 def presets(found: list[Outcome]) -> str:
-    """What each preset and fixed rate costs and saves, for the guide."""
+    """What each preset costs and saves, for the guide."""
+    rows = {f"`ncclz:{name}`{', the default' * (name == 'balanced')}": each for name, each in plan.NAMED.items()}
+    return _costs(found, ("preset", "`value`"), rows.items())
+
+
+def fixed_rates(found: list[Outcome]) -> str:
+    """What each fixed rate costs and saves, for the guide."""
+    rows = [("to the nearest", each) for each in plan.RATES.values()]
+    rows += [("at random, `kind: stochastic`", each) for each in plan.RATES_AT_RANDOM.values()]
+    return _costs(found, ("rounding", "bits"), rows)
+
+
+def _costs(found: list[Outcome], headings: Sequence[str], rows: Iterable[tuple[str, Setting]]) -> str:
+    """A table with a row for each named setting that was tried."""
     groups = compared(found)
     optimizers = list(dict.fromkeys(each.group[1] for each in groups))
-    lines = [f"| preset or fixed rate | `value` | to fp32 | to bf16 | {' | '.join(optimizers)} |"]
+    lines = [f"| {' | '.join([*headings, 'to fp32', 'to bf16', *optimizers])} |"]
     lines.append("|---" + "|---:" * (3 + len(optimizers)) + "|")
-    rows = [
-        (f"`ncclz:{name}`{', the default' * (name == 'balanced')}", setting) for name, setting in plan.NAMED.items()
-    ]
-    rows += [("`mode: bits`", setting) for setting in plan.RATES.values()]
-    rows += [("`mode: bits`, `kind: stochastic`", setting) for setting in plan.RATES_AT_RANDOM.values()]
     for name, setting in rows:
         of = {each.group[1]: each for each in groups if each.setting == setting}
         if not of:  # not tried yet

@@ -37,6 +37,7 @@ NUMBERS = plan.ROOT / "benchmarks" / "results" / "convergence.json"
 NOTEBOOK = plan.ROOT / "docs" / "notebook" / "convergence.md"  # the table of all runs
 RESULTS = plan.ROOT / "docs" / "results" / "convergence.md"  # that of the presets, as in the guide
 GUIDE, PRESETS_MARK = plan.ROOT / "docs" / "guides" / "choosing-a-bound.md", "<!-- presets -->"
+RATES_MARK = "<!-- fixed rates -->"
 FINE_TUNING_MARK = "<!-- fine-tuning -->"
 KEPT = plan.ROOT / "results" / "convergence.jsonl"
 START_SECONDS, JOB_SECONDS = 120, 3600  # allowed for starting the processes, and for each training
@@ -125,6 +126,7 @@ def publish(runs: dict[Job, dict[str, Any]], console: Console) -> None:
     outcome.put_into(NOTEBOOK, outcome.markdown(found))
     for page in (RESULTS, GUIDE):
         outcome.put_into(page, outcome.presets(found), PRESETS_MARK)
+        outcome.put_into(page, outcome.fixed_rates(found), RATES_MARK)
     outcome.put_into(RESULTS, outcome.fine_tuning(found), FINE_TUNING_MARK)
     console.print(outcome.table(found))
     console.print(f"Figures: {NUMBERS}\nTables: {RESULTS}, {NOTEBOOK}", soft_wrap=True)

@@ -163,7 +163,8 @@ class TestCommittedResults:
     def test_the_documentation_shows_them(self, committed):
         found = outcome.outcomes(committed)
         assert outcome.markdown(found) in suite.NOTEBOOK.read_text()
-        assert all(outcome.presets(found) in page.read_text() for page in (suite.RESULTS, suite.GUIDE))
+        for table in (outcome.presets(found), outcome.fixed_rates(found)):
+            assert all(table in page.read_text() for page in (suite.RESULTS, suite.GUIDE))
         assert outcome.fine_tuning(found) in suite.RESULTS.read_text()
 
     def test_the_command_line_says_what_they_say(self, committed):
