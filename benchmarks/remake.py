@@ -86,6 +86,7 @@ JOBS = {
     "patch-files": Job(5, "-m benchmarks.patch_files"),
     "weight-dtypes": Job(1, "-m benchmarks.weight_dtypes"),
     "third-party": Job(20, "-m benchmarks.thirdparty.run --write"),
+    "fuzz": Job(63, "tests/fuzz/run.py --seconds 3600 --json benchmarks/results/fuzz.json"),
     "ddp-hooks": Job(20, "benchmarks/convergence/ddp_hooks.py"),
     "soak": Job(31, "benchmarks/soak/soak.py --seconds 1800 --seed 20261201 --json benchmarks/results/soak.json"),
     "convergence": Job(120, "benchmarks/convergence/suite.py"),
