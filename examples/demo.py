@@ -96,7 +96,7 @@ def two_or_more(word: str) -> int:
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=two_or_more, default=150, help="optimizer steps of each run (default: 150)")
+    parser.add_argument("--steps", type=two_or_more, default=120, help="optimizer steps of each run (default: 120)")
     parser.add_argument("--ranks", type=two_or_more, default=2, help="processes on this machine (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=900, help="seconds allowed for each run (default: 900)")
