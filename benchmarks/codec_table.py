@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from benchmarks import data, pictures
 from benchmarks.codec import machine
 from benchmarks.compressors import LIBRARIES, compare, missing
-from benchmarks.weights import put_into
+from benchmarks.pages import put_into
 from ncz_plugins import kernels
 from ncz_plugins.cli.codec import plot, speed
 from ncz_plugins.cli.codec.round_trip import RoundTrip, codes_of, round_trip

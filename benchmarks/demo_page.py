@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from benchmarks.pages import put_into, write_figures
 from benchmarks.performance import Record, rows_of
-from benchmarks.weights import put_into, write_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, MARKS = ROOT / "docs" / "notebook" / "performance.md", ("<!-- demo -->", "<!-- end of demo -->")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from benchmarks import pictures
+from benchmarks.pages import put_into
 from benchmarks.performance import LINKS, read
-from benchmarks.weights import put_into
 from ncz_plugins.cli.output import duration
 from ncz_plugins.cli.picture import COLORS, finish, new_figure
 

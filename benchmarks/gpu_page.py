@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.pages import put_into
 from benchmarks.performance import Record, read, rows_of
-from benchmarks.weights import put_into
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "gpus.md"

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.pages import put_into, write_figures
 from ncz_plugins import Communicator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,9 +150,6 @@ def main() -> None:
     for ranks, communicators in wanted:
         found[ranks, communicators] = record_of(ranks, communicators)
         print(found[ranks, communicators], flush=True)
-    # What is imported before ranks are forked takes memory of each.
-    from benchmarks.weights import put_into, write_figures
-
     records = sorted(found.values(), key=lambda each: (each["communicators"], each["ranks"]))
     write_figures(NUMBERS.name, ["python", "-m", "benchmarks.opening"], {}, None, found=records)
     put_into(PAGE, markdown(records), MARKS)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.weights import ROOT, put_into, write_figures
+from benchmarks.pages import ROOT, put_into, write_figures
 
 PAGE = ROOT / "docs" / "results" / "weights.md"
 MARKS = "<!-- files -->", "<!-- end of files -->"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.weights import put_into
+from benchmarks.pages import put_into
 from ncz_plugins.cli.output import duration
 from ncz_plugins.core.config import format_size
 

@@ -32,7 +32,7 @@ from scipy.optimize import least_squares
 from benchmarks import end_to_end, pictures
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import UNLIMITED, burst_bytes, link
-from benchmarks.weights import put_into
+from benchmarks.pages import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.picture import BLUE, COLORS, GRAY, RED, finish, in_seconds, ink, logarithmic, new_figure, pale
 from ncz_plugins.cli.plan.catalogue import load

@@ -32,9 +32,9 @@ import ncz_plugins
 from benchmarks.connections import Way, relayed
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import Node, bits_per_second, limit_sending, link
+from benchmarks.pages import put_into
 from benchmarks.performance import LINKS as PAGE_LINKS
 from benchmarks.performance import rows_of
-from benchmarks.weights import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import emitter
 from ncz_plugins.core.config import format_size

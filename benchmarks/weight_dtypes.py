@@ -14,8 +14,9 @@ import torch
 import zstandard
 from torch import Tensor
 
+from benchmarks.pages import put_into, write_figures
 from benchmarks.performance import rows_of
-from benchmarks.weights import PAGE, put_into, write_figures
+from benchmarks.weights import PAGE
 from ncz_plugins import make_patch
 
 MARKS = "<!-- dtypes -->", "<!-- end of dtypes -->"

@@ -43,7 +43,8 @@ from torch import Tensor, nn
 
 from benchmarks.laboratory.launch import run
 from benchmarks.laboratory.link import link
-from benchmarks.weights import crepe, put_into, write_figures
+from benchmarks.pages import put_into, write_figures
+from benchmarks.weights import crepe
 from ncz_plugins import apply_patch, make_patch, stage_patch
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf import data

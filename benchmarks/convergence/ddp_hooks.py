@@ -22,13 +22,13 @@ from typing import Any
 import plan
 import suite
 import torch
-from outcome import interval, outcomes
+from outcome import interval, outcomes, put_into
 
 from ncz_plugins.cli import machine
 from ncz_plugins.version import __version__
 
 NUMBERS = plan.ROOT / "benchmarks" / "results" / "ddp-hooks.json"
-PAGE, MARKS = plan.ROOT / "docs" / "guides" / "coming-from.md", ("<!-- hooks -->", "<!-- end of hooks -->")
+PAGE, MARK = plan.ROOT / "docs" / "guides" / "coming-from.md", "<!-- hooks -->"
 KEPT = plan.ROOT / "results" / "ddp-hooks.jsonl"
 CONFIGS = {  # what under_ddp.py takes: its name in the table, and seeds
     "plain": ("plain", 3),
@@ -92,8 +92,7 @@ def main() -> None:
         "runs": runs,
     }
     NUMBERS.write_text(json.dumps(document, indent=1) + "\n")
-    before, mark, rest = PAGE.read_text().partition(MARKS[0])
-    PAGE.write_text(before + mark + "\n" + markdown(runs) + "\n" + "".join(rest.partition(MARKS[1])[1:]))
+    put_into(PAGE, markdown(runs) + "\n", MARK)
     print(markdown(runs))
 
 

@@ -27,6 +27,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.pages import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.cli.perf.launch import free_port
 from ncz_plugins.version import __version__
@@ -179,13 +182,6 @@ def by_kind(kept: dict) -> str:
     return "\n".join(lines)
 
 
-def put_into_pages(kept: dict) -> None:
-    """Write the tables between the marks of both pages."""
-    for page, table in ((PAGE, summary(kept)), (NOTEBOOK, by_kind(kept))):
-        before, first, rest = page.read_text().partition("<!-- figures -->\n")
-        page.write_text(before + first + table + "\n" + "".join(rest.partition("<!-- end of figures -->")[1:]))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800)
@@ -213,7 +209,8 @@ def main() -> int:
         kept = document(found, arguments["seed"], shlex.join(["python", *sys.argv]))
         file.write_text(json.dumps(kept, indent=1) + "\n")
         if file.resolve() == RESULTS:
-            put_into_pages(kept)
+            put_into(PAGE, summary(kept))
+            put_into(NOTEBOOK, by_kind(kept))
     return 0
 
 

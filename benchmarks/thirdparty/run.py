@@ -27,8 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pages import put_into
 from benchmarks.performance import rows_of
-from benchmarks.weights import put_into
 from ncz_plugins.cli import machine
 
 HERE = Path(__file__).resolve().parent

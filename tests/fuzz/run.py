@@ -23,11 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import compiling
 import seeds
 
+from benchmarks.pages import put_into
 from ncz_plugins.cli import machine
 from ncz_plugins.version import __version__
 
@@ -45,7 +47,7 @@ AVX2 = ["-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt"]
 LONGEST = 20000  # bytes of an input
 
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.json"
-PAGE, MARKS = ROOT / "docs" / "results" / "fuzzing.md", ("<!-- figures -->", "<!-- end of figures -->")
+PAGE = ROOT / "docs" / "results" / "fuzzing.md"
 
 
 def compiler() -> str | None:
@@ -142,8 +144,7 @@ def keep(file: Path, folder: Path, seconds: float, cxx: str, command: str) -> No
     }
     file.write_text(json.dumps(document, indent=1) + "\n")
     if file.resolve() == RESULTS:
-        before, mark, rest = PAGE.read_text().partition(MARKS[0])
-        PAGE.write_text(f"{before}{mark}\n{markdown(document)}\n{''.join(rest.partition(MARKS[1])[1:])}")
+        put_into(PAGE, markdown(document))
 
 
 def markdown(document: dict[str, Any]) -> str:

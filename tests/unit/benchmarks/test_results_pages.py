@@ -23,6 +23,7 @@ from benchmarks import (
     gains,
     gpu_page,
     opening,
+    pages,
     patch_files,
     performance,
     plan,
@@ -206,24 +207,17 @@ def test_the_soak():
     assert f"In {sum(one['calls'] for one in kept['ranks']):,} checked calls of random collectives, no result" in page
 
 
-def not_kept(name):
-    """For tests of files that a run on a quiet machine has still to leave."""
-    return pytest.mark.skipif(not (performance.RESULTS / name).exists(), reason=f"there is no {name} yet")
-
-
-@not_kept("opening.json")
+@pytest.mark.skipif(not opening.NUMBERS.exists(), reason="a quiet machine has still to leave opening.json")
 def test_openings():
     assert opening.markdown(committed("opening.json")["found"]) in opening.PAGE.read_text()
 
 
-@not_kept("fuzz.json")
 def test_the_fuzzer():
     found, page = committed("fuzz.json"), " ".join(fuzz.PAGE.read_text().split())
     assert " ".join(fuzz.markdown(found).split()) in page
     assert f"or hang: {sum(each['inputs'] for each in found['targets'].values()):,} inputs in the last hour" in page
 
 
-@not_kept("demo.json")
 def test_the_demo():
     found = committed("demo.json")
     assert "\n".join([demo_page.MARKS[0], demo_page.markdown(found), demo_page.MARKS[1]]) in demo_page.PAGE.read_text()
@@ -254,9 +248,9 @@ def options(command):
 
 
 def test_a_table_is_put_between_the_marks_of_its_page(tmp_path):
-    page, marks = tmp_path / "page.md", weights.MARKS
+    page, marks = tmp_path / "page.md", pages.MARKS
     page.write_text(f"before\n{marks[0]}\nold\n{marks[1]}\nafter\n")
-    weights.put_into(page, "new")
+    pages.put_into(page, "new")
     assert page.read_text().split("\n") == ["before", marks[0], "new", marks[1], "after", ""]
 
 
